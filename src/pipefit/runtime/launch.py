@@ -23,7 +23,7 @@ from typing import Any
 from pipefit.errors import PipefitError
 from pipefit.runtime import repairs
 from pipefit.runtime.faults import forget, note
-from pipefit.runtime.meeting import FULL, MEMORY, RESTART
+from pipefit.runtime.meeting import FULL, MEMORY, RESTART, forget_addresses
 from pipefit.runtime.memory_folder import memory_folder
 from pipefit.runtime.outcomes import FINE, GRACE_S, LaunchError, collect, outcome_of, packed
 from pipefit.runtime.signals import ENDING, PASSED_ON, die_with_launcher, handling, leaving
@@ -35,7 +35,7 @@ _TEMPORARY = "PIPEFIT_TEMPORARY"
 _DEADLINE_S = 60.0
 """After the loss of a rank the others come together in so many seconds, where no deadline is given."""
 
-_LEFT = ("pipefit-store-*", "rank-*.hang", "rank-*.progress")
+_LEFT = ("rank-*.hang", "rank-*.progress")
 
 
 def launch(
@@ -143,6 +143,7 @@ def _once(
     """Starts all ranks once; returns their results, without those of ranks that were lost."""
     for stale in (place / ENDING, *(path for left in _LEFT for path in place.glob(left))):
         stale.unlink(missing_ok=True)
+    forget_addresses(place)
     sizes = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     environment = {**os.environ, **environment, **sizes}  # the server's own environment is that of its start
     processes: list[Any] = []
@@ -164,6 +165,7 @@ def _once(
             outcomes = collect(processes, pipes, place, asked, survivors)
         finally:
             _end(processes, place)
+            forget_addresses(place)
         if asked or any(kind == "stopped" for kind, _ in outcomes):
             raise leaving(asked)
     return [result for _, result in outcomes]

@@ -3,7 +3,7 @@
 A run may be started again, by `launch(…, recover=n)` or by torchrun (`--max-restarts`, `--nnodes 1:3`). A store that
 outlives a start still has the addresses of its processes, at which nobody answers. So each start has its own names:
 
-    pipefit run, train    a new file for each start
+    pipefit run, train    a new folder for each start
     torchrun              a name that its processes agree on; torchrun's own count of restarts differs among its agents
                           without a store that outlives a start: the count that the machines keep in their memory
 """
@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import stat
 import time
 import uuid
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from pipefit.errors import PipefitError
+from pipefit.runtime.folder_store import FolderStore
 from pipefit.spec.files import write_atomically
 from pipefit.stage import accelerator
 
@@ -36,7 +38,11 @@ MEMORY = "PIPEFIT_MEMORY"
 SHARED, AGENT = Path("/dev/shm"), f"pipefit-agent-{os.getuid()}-"
 """The machine's memory, and the first part of the names there of folders of torchrun's agents."""
 
+_ADDRESSES = "pipefit-addresses-"
 _INTERVAL_S = 0.01
+
+_own_store: FolderStore | None = None
+"""Torch keeps only its part that is written in C++."""
 
 
 class Start(NamedTuple):
@@ -56,9 +62,15 @@ def can_restart() -> bool:
     return MEMORY in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def store_file(folder: Path, restart: int) -> Path:
-    """The file in which ranks of one machine exchange their addresses, in the run's folder."""
-    return folder / f"pipefit-store-{restart}"
+def store_folder(folder: Path, restart: int) -> Path:
+    """The folder in which ranks of one machine exchange their addresses, in the run's folder."""
+    return folder / f"{_ADDRESSES}{restart}"
+
+
+def forget_addresses(folder: Path) -> None:
+    """Removes the addresses of all starts of a run, whose processes have ended."""
+    for found in folder.glob(f"{_ADDRESSES}*"):
+        shutil.rmtree(found)
 
 
 def meet(rank: int, num_ranks: int, folder: Path | None) -> Start:
@@ -72,6 +84,7 @@ def meet(rank: int, num_ranks: int, folder: Path | None) -> Start:
     Raises:
         PipefitError: the processes could not meet.
     """
+    global _own_store
     restart = int(os.environ.get(RESTART, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
     start = Start(restart, int(os.environ.get(FULL, num_ranks)))
     if dist.is_initialized():
@@ -85,7 +98,12 @@ def meet(rank: int, num_ranks: int, folder: Path | None) -> Start:
     if folder is not None:
         # Gloo would otherwise look up the host's name, which may resolve to an external address.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store: Any = dist.FileStore(str(store_file(folder, restart)), num_ranks)
+        shared = store_folder(folder, restart)
+        store: Any = FolderStore(shared, TIMEOUT)
+        if backend == "gloo":
+            _own_store = store
+        else:  # whose threads would wait for Python's lock
+            store = dist.FileStore(str(shared / "all"), num_ranks)
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
         return start
     try:

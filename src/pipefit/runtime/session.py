@@ -10,6 +10,7 @@ import os
 import shutil
 import struct
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -192,7 +193,7 @@ class Session:
         self.background.settle(self.progress)
         self.background.group = None
         self.watchdog.stop()
-        dist.destroy_process_group()
+        _drop_groups()
         rank = loss.left.index(self.rank)
         num_ranks = len(loss.left)
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
@@ -247,6 +248,9 @@ class Session:
 
 _PROCESS = "PIPEFIT_PROCESS"
 """Variable in which a process that joins a run leaves its number and its run, for those that it starts."""
+
+_RELEASE_S = 2.0
+"""After so many seconds nothing else refers to process groups that were left."""
 
 _OF_RUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PIPEFIT_RUN")
 
@@ -356,6 +360,18 @@ def _joined(session: Session, shared: Path | None) -> Session:
         calls = weakref.ref(dist.new_group(backend="gloo", timeout=TIMEOUT))
     session.progress.at(OUTSIDE)
     return replace(session, watchdog=watchdog, start=start, calls=calls)
+
+
+def _drop_groups() -> None:
+    """Leaves all process groups without waiting for their threads, which takes some hundredths of a second."""
+    world = dist.distributed_c10d._world
+    groups = list(world.pg_map)
+    world.pg_names.clear()  # of those whose threads `destroy_process_group` waits for
+    dist.destroy_process_group()
+    # Where the last reference to a group is dropped, its threads are waited for.
+    releasing = threading.Timer(_RELEASE_S, groups.clear)
+    releasing.daemon = True
+    releasing.start()
 
 
 def _own_file(shared: Path, rank: int) -> Path:
