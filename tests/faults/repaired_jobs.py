@@ -153,11 +153,11 @@ def go_on_as_prepared(faults: list[Fault]) -> Prepared:
         found.taken.append(-1)
         if pipe.programs in known:
             found.taken[-1] = known.index(pipe.programs)
-        for lost, programs in enumerate(pipe.programs.without):
+        for lost, programs in pipe.programs.without.items():
             assert programs is not None
             if programs not in known:
                 known.append(programs)
-            plan = plan_without(pipe.plan, lost)
+            plan = plan_without(pipe.plan, *lost)
             after = Programs(plan, pipe.training, pipe.layers, None).shortest()
             found.planned.append(programs.plan == plan and programs.shortest().digest == after.digest)
     return found

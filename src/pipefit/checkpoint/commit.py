@@ -34,7 +34,7 @@ from pipefit.checkpoint.tensor_files import header, write_tensors
 from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError
 from pipefit.runtime.collectives import agree, attempt, from_first
-from pipefit.runtime.meeting import TIMEOUT
+from pipefit.runtime.folder_store import TIMEOUT
 from pipefit.runtime.progress import MEETING, SAVING
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker

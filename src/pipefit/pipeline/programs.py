@@ -31,7 +31,7 @@ class Programs:
 
     Attributes:
         plan: of the programs.
-        without: for each rank, the programs after its loss, as far as they are prepared; None: there are none.
+        without: those after the loss of some ranks, as far as they are prepared; None: there are none.
     """
 
     def __init__(self, plan: Plan, training: Training, layers: Sequence[NamedLayer], spill: Spilled | None) -> None:
@@ -40,7 +40,7 @@ class Programs:
         self._training = training
         self._ties = tied_groups(layers, plan.partition)
         self._spill = spill
-        self.without: list[Programs | None] = []
+        self.without: dict[tuple[int, ...], Programs | None] = {}
         self._known: dict[int, Program] = {}
 
     def of(self, num_updates: int) -> Program:

@@ -74,14 +74,12 @@ class _Next(NamedTuple):
         programs: of the plan; the shortest is proved.
         ranks: that this process will run.
         session: of the processes that will run it.
-        metric_names: that the loss returns; None: no process has seen them.
     """
 
     plan: Plan
     programs: Programs
     ranks: list[int]
     session: Session
-    metric_names: tuple[str, ...] | None = None
 
 
 class _Moved(NamedTuple):
@@ -187,11 +185,10 @@ def _prepared(pipe: Any, plan: Plan, session: Session, proved: Programs | None) 
     every = agree(session, attempt(prepare), PlanError)
     if unlike := differences({process: own["alike"] for process, own in enumerate(every)}):
         raise DisagreementError(f"{unlike}; {CURE}")
-    following = found[0]
-    for own in every:
-        if own["metrics"] is not None:
-            following = following._replace(metric_names=tuple(own["metrics"]))
-    return following, [own["held"] for own in every]
+    names = [own["metrics"] for own in every if own["metrics"] is not None]
+    if names:
+        pipe.engine.metric_names = tuple(names[0])
+    return found[0], [own["held"] for own in every]
 
 
 def _refuse_unmovable(pipe: Any, plan: Plan) -> None:
@@ -393,7 +390,6 @@ def _follow(pipe: Any, following: _Next, workers: Sequence[Worker], moved: _Move
     session = following.session
     program = following.programs.shortest()
     pipe.engine.take(workers, program.header.num_stages, session)
-    pipe.engine.metric_names = following.metric_names
     pipe.follow(following.plan, following.programs, session)
     release_others(workers, pipe.plan, pipe.given, session)
     held = {moved.first[own.saved_name] for worker in workers for part in worker.owned.values() for own in part}

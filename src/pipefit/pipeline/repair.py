@@ -54,18 +54,17 @@ class Repair:
 
     def prepare(self) -> None:
         """Plans the loss of one more rank and proves the program without it, after a step; not after the first one."""
-        pipe = self._pipe()
-        if pipe is None or pipe.session.repairs is None:
-            return
+        pipe: Any = self._pipe()
         prepared = pipe.programs.without
-        if not len(prepared) < pipe.plan.placement.num_ranks <= MOST_PREPARED or why_not(pipe.plan):
+        if not len(prepared) < pipe.plan.placement.num_ranks <= MOST_PREPARED:
             return
-        if len(pipe.loop.own_passes(2)) == 2:
-            programs = None
+        if not why_not(pipe.plan) and len(pipe.loop.own_passes(2)) == 2:
+            lost = (len(prepared),)
+            prepared[lost] = None
             with contextlib.suppress(PipefitError):
-                programs = _programs_without(pipe, [len(prepared)])
+                programs = _programs_without(pipe, lost)
                 programs.shortest()
-            prepared.append(programs)
+                prepared[lost] = programs
 
     def check(self, loss: Loss) -> None:
         """Finds the plan for the ranks that are left.
@@ -77,11 +76,8 @@ class Repair:
         if pipe is None:
             raise PipefitError("the pipeline is gone")
         pipe.loop.check_repeatable()
-        prepared = dict(enumerate(pipe.programs.without))
-        found = None
-        if len(loss.lost) == 1:
-            found = prepared.get(loss.lost[0])
-        self._following = found or _programs_without(pipe, loss.lost)
+        prepared = pipe.programs.without.get(tuple(loss.lost))
+        self._following = prepared or _programs_without(pipe, loss.lost)
 
     def mend(self, loss: Loss) -> None:
         """Goes on by the plan for the ranks that are left, in new process groups."""

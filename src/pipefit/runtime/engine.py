@@ -53,6 +53,7 @@ class Engine:
         self.session = session
         self.device = device
         self.is_lost = False
+        self.metric_names: tuple[str, ...] | None = None
         self._between: DistributedTransport | None = None
         self._moments = Moments(device) if is_accelerator(device) else None
         self.take(workers, num_stages, session)
@@ -69,7 +70,6 @@ class Engine:
         """
         self.workers = list(workers)
         self.executions: list[Execution] = []
-        self.metric_names: tuple[str, ...] | None = None
         self._prepared: set[str] = set()
         if self._between is not None and session is self.session:
             self._between.number_stages(num_stages)

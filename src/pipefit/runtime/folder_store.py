@@ -16,27 +16,28 @@ import torch.distributed as dist
 
 from pipefit.spec.files import write_atomically
 
+TIMEOUT = timedelta(minutes=30)
+"""Of a wait of torch for other processes."""
+
 _OVER = ".over"
 _LOCK = ".lock"
 _INTERVAL_S = 0.0002
-_LONGEST_S = 0.01
-_PATIENCE = 0.05
-"""Seconds between two looks for a key: this share of those that have passed."""
+"""Seconds between the first two looks for a key."""
 
 
 class FolderStore(dist.Store):
     """A store in a folder, which the first process makes.
 
-    Args:
-        folder: of the store.
-        timeout: after which a wait fails.
+    The newest one of a process stays: torch keeps only the part of it that is written in C++.
     """
 
-    def __init__(self, folder: Path, timeout: timedelta) -> None:
+    _newest: FolderStore
+
+    def __init__(self, folder: Path) -> None:
         super().__init__()
         folder.mkdir(exist_ok=True)
         self._folder = folder
-        self._timeout = timeout
+        FolderStore._newest = self
 
     def _file(self, key: str) -> Path:
         return self._folder / key.replace("/", "%")
@@ -54,35 +55,31 @@ class FolderStore(dist.Store):
         """Adds to the number of a key, which begins with 0; returns the sum."""
         with self._file(_LOCK).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            total = amount
             if self.check([key]):
-                total += int(self.get(key))
-            self.set(key, str(total))
-        return total
+                amount += int(self.get(key))
+            self.set(key, str(amount))
+        return amount
 
     def check(self, keys: Sequence[str]) -> bool:
         """Returns whether all keys have values."""
         return all(self._file(key).exists() for key in keys)
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+    def wait(self, keys: Sequence[str], timeout: timedelta = TIMEOUT) -> None:
         """Waits for keys.
 
         Raises:
             RuntimeError: a process is lost that may have to set them, or they do not come in time.
         """
         began = time.monotonic()
-        if timeout is None:
-            timeout = self._timeout
         while not self.check(keys):
             passed_s = time.monotonic() - began
             if self._file(_OVER).exists():
                 raise RuntimeError(f"Connection closed by peer: no process will set {keys}")
             if passed_s > timeout.total_seconds():
                 raise RuntimeError(f"Timed out waiting for {keys}")
-            time.sleep(min(_INTERVAL_S + _PATIENCE * passed_s, _LONGEST_S))
+            time.sleep(min(_INTERVAL_S + passed_s / 20, 0.01))
 
 
 def end_waits(folder: Path) -> None:
     """Ends the waits of all processes for keys of a store, also those to come."""
-    folder.mkdir(exist_ok=True)
-    (folder / _OVER).touch()
+    FolderStore(folder).set(_OVER, "")

@@ -18,18 +18,16 @@ import shutil
 import stat
 import time
 import uuid
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from pipefit.errors import PipefitError
-from pipefit.runtime.folder_store import FolderStore
+from pipefit.runtime.folder_store import TIMEOUT, FolderStore
 from pipefit.spec.files import write_atomically
 from pipefit.stage import accelerator
 
-TIMEOUT = timedelta(minutes=30)
 RESTART = "PIPEFIT_RESTART"
 FULL = "PIPEFIT_FULL"
 MEMORY = "PIPEFIT_MEMORY"
@@ -40,9 +38,6 @@ SHARED, AGENT = Path("/dev/shm"), f"pipefit-agent-{os.getuid()}-"
 
 _ADDRESSES = "pipefit-addresses-"
 _INTERVAL_S = 0.01
-
-_own_store: FolderStore | None = None
-"""Torch keeps only its part that is written in C++."""
 
 
 class Start(NamedTuple):
@@ -84,7 +79,6 @@ def meet(rank: int, num_ranks: int, folder: Path | None) -> Start:
     Raises:
         PipefitError: the processes could not meet.
     """
-    global _own_store
     restart = int(os.environ.get(RESTART, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
     start = Start(restart, int(os.environ.get(FULL, num_ranks)))
     if dist.is_initialized():
@@ -99,10 +93,8 @@ def meet(rank: int, num_ranks: int, folder: Path | None) -> Start:
         # Gloo would otherwise look up the host's name, which may resolve to an external address.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         shared = store_folder(folder, restart)
-        store: Any = FolderStore(shared, TIMEOUT)
-        if backend == "gloo":
-            _own_store = store
-        else:  # whose threads would wait for Python's lock
+        store: Any = FolderStore(shared)
+        if backend != "gloo":  # NCCL's threads would wait for Python's lock
             store = dist.FileStore(str(shared / "all"), num_ranks)
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
         return start

@@ -26,7 +26,8 @@ from pipefit.ir.program import Program
 from pipefit.runtime import repairs
 from pipefit.runtime.background import Background
 from pipefit.runtime.calls import different_calls, lost_peer
-from pipefit.runtime.meeting import RESTART, TIMEOUT, Start, agent_folder, meet
+from pipefit.runtime.folder_store import TIMEOUT
+from pipefit.runtime.meeting import RESTART, Start, agent_folder, meet
 from pipefit.runtime.progress import (
     CALLS,
     JOINING,
