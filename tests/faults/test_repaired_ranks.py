@@ -12,6 +12,7 @@ from tests.faults.repaired_jobs import (
     go_on_as_prepared,
     steps_in,
     train,
+    train_over_late_connections,
 )
 
 from pipefit.runtime.faults import noted
@@ -68,6 +69,15 @@ def test_a_loss_is_planned_before_it_happens(tmp_path):
     assert [one.planned for one in found] == [[True] * 3] * 2
     assert all(one.losses == pytest.approx(expected.losses, rel=1e-12) for one in found)
     assert not list(tmp_path.glob("logs/pipefit-*"))
+
+
+def test_connections_that_are_made_as_a_loss_is_reported_are_shut_down_too(whole, tmp_path, caplog):
+    """The others once waited on these for their deadline, in the thread that writes a checkpoint too."""
+    expected, _ = whole
+    options = {"folder": tmp_path / "logs", "quiet": True, "recover": 1, "deadline_s": 60}
+    found = launch(train_over_late_connections, 4, str(tmp_path), COPIES, [Fault(3, "bwd", 2)], **options)
+    assert len(found) == 3 and all(is_same(one, expected) for one in found)
+    assert "repair 1 of 1: 3 ranks go on" in caplog.text
 
 
 @pytest.mark.slow
