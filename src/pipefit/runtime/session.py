@@ -306,7 +306,7 @@ def join() -> Session:
     """Joins the process group that `pipefit run`, `pipefit train --ranks` or `torchrun` prepared.
 
     Without one it is a session of one process.
-    Ranks on one machine meet through a file in a private folder, so no port is opened to the network.
+    Ranks on one machine meet through files in a private folder, so no port is opened to the network.
 
     Raises:
         PipefitError: this process was started by a rank and is not one itself.
