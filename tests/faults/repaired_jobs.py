@@ -17,6 +17,8 @@ from pipefit.ir.op import Op
 from pipefit.pipeline import callbacks
 from pipefit.pipeline import pipeline as module
 from pipefit.pipeline.loggers import csv_log
+from pipefit.pipeline.programs import Programs
+from pipefit.planner import plan_without
 from pipefit.runtime import repairs
 from pipefit.runtime.progress import TOGETHER
 from pipefit.runtime.repairs import Interrupted
@@ -136,6 +138,44 @@ def is_at(pipe: Any, here: int, wanted: str | int) -> bool:
         return here == wanted
     own = pipe.program.ranks[pipe.rank]
     return 0 <= here < len(own) and own[here].op is Op(wanted)
+
+
+class Prepared(NamedTuple):
+    """The losses for which a training of six steps was prepared.
+
+    Attributes:
+        numbers: of them, after each step.
+        planned: whether plan and program of each are those that are made after the loss.
+        taken: after each step, the loss whose prepared programs the training has; −1: none.
+        losses: of the steps.
+    """
+
+    numbers: list[int]
+    planned: list[bool]
+    taken: list[int]
+    losses: list[float]
+
+
+def go_on_as_prepared(faults: list[Fault]) -> Prepared:
+    """Trains in double precision, and looks at the programs that are prepared for losses of ranks."""
+    pipe = jobs.pipeline(model=jobs.model().double(), **COPIES)
+    suffer(pipe, [fault for fault in faults if fault.rank == current().rank])
+    found = Prepared([], [], [], [])
+    known: list[Programs] = []
+    for x, y in jobs.batches(6):
+        found.losses.append(pipe.step(x.double(), y))
+        found.numbers.append(len(pipe.programs.without))
+        found.taken.append(-1)
+        if pipe.programs in known:
+            found.taken[-1] = known.index(pipe.programs)
+        for lost, programs in pipe.programs.without.items():
+            assert programs is not None
+            if programs not in known:
+                known.append(programs)
+            plan = plan_without(pipe.plan, *lost)
+            after = Programs(plan, pipe.training, pipe.layers, None).shortest()
+            found.planned.append(programs.plan == plan and programs.shortest().digest == after.digest)
+    return found
 
 
 def steps_in(log: Path) -> list[str]:

@@ -9,6 +9,7 @@ from tests.faults.repaired_jobs import (
     Fault,
     count_forwards,
     go_on_after_an_interruption,
+    go_on_as_prepared,
     steps_in,
     train,
     train_over_late_connections,
@@ -56,6 +57,17 @@ def test_the_ranks_that_are_left_go_on_in_their_processes(faults, left, whole, t
     assert [line["start"] for line in lines if "fault" in line] == list(range(len(faults)))
     assert lines[1]["source"] == "the ranks that are left" and lines[1]["lost"] == 0
     assert f"repair {len(faults)} of 2: {left} ranks go on" in caplog.text
+
+
+def test_a_loss_is_planned_before_it_happens(tmp_path):
+    """The first loss is; the second one comes one step later, before there are programs for it."""
+    faults = [Fault(1, "fwd", 4), Fault(0, "fwd", 6)]
+    expected = launch(go_on_as_prepared, 1, [], quiet=True)[0]
+    found = launch(go_on_as_prepared, 4, faults, folder=tmp_path / "logs", quiet=True, recover=2)
+    assert [one.taken for one in found] == [[-1, -1, -1, 1, -1, -1]] * 2
+    assert [one.numbers for one in found] == [[0, 1, 2, 0, 0, 0]] * 2
+    assert [one.planned for one in found] == [[True] * 3] * 2
+    assert all(one.losses == pytest.approx(expected.losses, rel=1e-12) for one in found)
 
 
 def test_connections_that_are_made_as_a_loss_is_reported_are_shut_down_too(whole, tmp_path, caplog):

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ from tests.runtime import call_jobs as jobs
 from torch.distributed import HashStore
 
 from pipefit.errors import DisagreementError
+from pipefit.runtime import watchdog
 from pipefit.runtime.calls import meet_in_call
 from pipefit.runtime.launch import LaunchError, launch
-from pipefit.runtime.progress import CALLS, LEAVE, LOSS, OUTSIDE, Position
+from pipefit.runtime.progress import CALLS, LEAVE, LOSS, OUTSIDE, Position, Progress
 from pipefit.runtime.waits import missed_call
 
 pytestmark = pytest.mark.dist
@@ -67,6 +69,26 @@ def test_methods_that_differ_are_named_where_ranks_share_no_folder(tmp_path: Pat
     assert [process.returncode != 0 for process in processes] == [True, True], said
     expected = "rank 0 waits in Pipeline.report(), which all ranks must call; rank 1 trains or evaluates, at '"
     assert expected in said[1] and ORDER in said[1], said
+
+
+def test_calls_are_compared_also_where_processes_meet_late(monkeypatch):
+    """The comparison once ended for the whole run where there was no store in its first seconds."""
+    not_yet = [ValueError("Default process group has not been initialized")]
+    compared = threading.Event()
+
+    def meet(rank, here):
+        if not_yet:
+            raise not_yet.pop()
+        compared.set()
+        return {}
+
+    monkeypatch.setattr(watchdog, "_MISSED_S", 0.01)
+    monkeypatch.setattr(watchdog, "meet_in_call", meet)
+    own = watchdog.Watchdog(0, 2, Progress(), None, None)
+    try:
+        assert compared.wait(60)
+    finally:
+        own.stop()
 
 
 def test_a_recovered_run_does_not_try_again_what_would_come_again(tmp_path: Path):

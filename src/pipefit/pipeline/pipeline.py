@@ -167,6 +167,7 @@ class Pipeline:
         if self._verify_every and self.num_updates - self._verified >= self._verify_every:
             self.session.unit(self.verify_replicas)
         commit_step(self, self.notes)
+        self.repair.prepare()
 
     def verify_replicas(self) -> None:
         """Compares the weights of replicas, unless `verify_replicas` is 0; a checkpoint begins with it.

@@ -28,23 +28,28 @@ class Programs:
         training: its clipping and the like, for which a program may need the norm of all gradients.
         layers: of the whole model, whose shared weights tie stages.
         spill: the user's options of spilling.
+
+    Attributes:
+        plan: of the programs.
+        without: those after the loss of some ranks, as far as they are prepared; None: there are none.
     """
 
     def __init__(self, plan: Plan, training: Training, layers: Sequence[NamedLayer], spill: Spilled | None) -> None:
-        self._plan = plan
+        self.plan = plan
         self._schedule = find(plan.schedule)
         self._training = training
         self._ties = tied_groups(layers, plan.partition)
         self._spill = spill
+        self.without: dict[tuple[int, ...], Programs | None] = {}
         self._known: dict[int, Program] = {}
 
     def of(self, num_updates: int) -> Program:
         """The program of some updates."""
         if num_updates not in self._known:
-            shape = shape_of(self._plan, num_steps=num_updates, ties=self._ties)
+            shape = shape_of(self.plan, num_steps=num_updates, ties=self._ties)
             shape = spilled_shape(shape, self._spill)
             clip = needs_norm(self._training, self._schedule, shape)
-            program = self._schedule(replace(shape, clip=clip, commit=not why_not(self._plan)))
+            program = self._schedule(replace(shape, clip=clip, commit=not why_not(self.plan)))
             verify(program).raise_if_bad()
             self._known[num_updates] = program
         return self._known[num_updates]
@@ -52,5 +57,5 @@ class Programs:
     def shortest(self) -> Program:
         """The program of the fewest updates: replicas of a stage that take whole mini-batches need one each."""
         if self._schedule.weights in (WeightRule.STASH, WeightRule.VERTICAL):
-            return self.of(math.lcm(*map(len, self._plan.placement.ranks)))
+            return self.of(math.lcm(*map(len, self.plan.placement.ranks)))
         return self.of(1)

@@ -102,7 +102,7 @@ class _Moved(NamedTuple):
     sent_bytes: float
 
 
-def rearrange(pipe: Any, plan: Plan, session: Session | None = None) -> Rearranged:
+def rearrange(pipe: Any, plan: Plan, session: Session | None = None, proved: Programs | None = None) -> Rearranged:
     """Lets a pipeline go on by another plan, with the same numbers. Every process of the plan must call it.
 
     It is called between two steps of a synchronous schedule, also in a callback. A process keeps the tensors that it
@@ -114,6 +114,7 @@ def rearrange(pipe: Any, plan: Plan, session: Session | None = None) -> Rearrang
         pipe: that is trained.
         plan: for the processes of the session; its ranks are the session's.
         session: the processes from now on, among which this one may have another number; None: those of before.
+        proved: programs of the plan that are known; None: they are made now.
 
     Raises:
         PlanError: the plan does not fit, or is one that a live pipeline cannot take; nothing has changed.
@@ -127,7 +128,7 @@ def rearrange(pipe: Any, plan: Plan, session: Session | None = None) -> Rearrang
         session.settle()
     settle(pipe.device)  # the last step of a GPU may still run
     with session.at(MEETING):
-        following, held = _prepared(pipe, plan, session)
+        following, held = _prepared(pipe, plan, session, proved)
         header = following.programs.shortest().header
         ranks_of = [following.ranks]
         if session.is_distributed:
@@ -160,14 +161,16 @@ def rearrange(pipe: Any, plan: Plan, session: Session | None = None) -> Rearrang
 # ---- prepare -------------------------------------------------------------------------------------------------------
 
 
-def _prepared(pipe: Any, plan: Plan, session: Session) -> tuple[_Next, list[list[int]]]:
+def _prepared(pipe: Any, plan: Plan, session: Session, proved: Programs | None) -> tuple[_Next, list[list[int]]]:
     """The plan with its proved program, and the layers that each process has; all processes agree on them."""
     found: list[_Next] = []
 
     def prepare() -> dict[str, Any]:
         _refuse_unmovable(pipe, plan)
         own = fitted(plan, pipe.given.work, session)
-        programs = Programs(own, pipe.training, pipe.layers, None)
+        programs = proved
+        if programs is None or programs.plan != own:
+            programs = Programs(own, pipe.training, pipe.layers, None)
         program = programs.shortest()
         ranks = list(range(program.header.num_ranks))
         if session.is_distributed:
@@ -177,11 +180,14 @@ def _prepared(pipe: Any, plan: Plan, session: Session) -> tuple[_Next, list[list
         alike = facts_of_plan(own) | {"program": program.digest, "step": pipe.num_updates}
         alike |= {"micro-batches trained": state["ordinal"], "loss scale": state["loss_scale"]}
         held = {layer.index for worker in pipe.workers for stage in worker.stages.values() for layer in stage.layers}
-        return {"alike": alike, "held": sorted(held)}
+        return {"alike": alike, "held": sorted(held), "metrics": pipe.engine.metric_names}
 
     every = agree(session, attempt(prepare), PlanError)
     if unlike := differences({process: own["alike"] for process, own in enumerate(every)}):
         raise DisagreementError(f"{unlike}; {CURE}")
+    names = [own["metrics"] for own in every if own["metrics"] is not None]
+    if names:
+        pipe.engine.metric_names = tuple(names[0])
     return found[0], [own["held"] for own in every]
 
 
@@ -393,4 +399,4 @@ def _follow(pipe: Any, following: _Next, workers: Sequence[Worker], moved: _Move
         for name, tensors in moved.arrived.items():
             if other_key(number) in tensors:
                 table[name] = tensors[other_key(number)]
-    pipe.engine.prepare(program)
+    pipe.engine.prepare(program, is_compared=True)

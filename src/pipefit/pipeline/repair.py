@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from pipefit.errors import PipefitError, PlanError
+from pipefit.pipeline.programs import Programs
 from pipefit.pipeline.rearrange import rearrange
 from pipefit.pipeline.repairable import why_not
 from pipefit.planner import plan_without
 from pipefit.runtime.repairs import Loss
 from pipefit.runtime.session import current
 from pipefit.spec import Plan
+
+MOST_PREPARED = 16
+"""Ranks of a plan for whose losses there are programs in advance: for more ranks each takes longer, and more memory."""
 
 
 class Repair:
@@ -23,7 +29,7 @@ class Repair:
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = weakref.ref(pipe)
-        self._plan = pipe.plan
+        self._following = pipe.programs
         self._known = 0
         if pipe.session.repairs is not None:
             self._known = len(pipe.session.repairs.losses)
@@ -40,11 +46,25 @@ class Repair:
         session.repairs.listen(why_not(pipe.plan))
         missed = session.repairs.losses[self._known :]
         if missed:
-            self._plan = pipe.plan
+            plan = pipe.plan
             for loss in missed:
-                self._plan = _without(pipe, self._plan, loss)
-            rearrange(pipe, self._plan, session)
+                plan = _without(pipe, plan, loss.lost)
+            rearrange(pipe, plan, session)
             self._known += len(missed)
+
+    def prepare(self) -> None:
+        """Plans the loss of one more rank and proves the program without it, after a step; not after the first one."""
+        pipe: Any = self._pipe()
+        prepared = pipe.programs.without
+        if not len(prepared) < pipe.plan.placement.num_ranks <= MOST_PREPARED:
+            return
+        if not why_not(pipe.plan) and len(pipe.loop.own_passes(2)) == 2:
+            lost = (len(prepared),)
+            prepared[lost] = None
+            with contextlib.suppress(PipefitError):
+                programs = _programs_without(pipe, lost)
+                programs.shortest()
+                prepared[lost] = programs
 
     def check(self, loss: Loss) -> None:
         """Finds the plan for the ranks that are left.
@@ -56,28 +76,33 @@ class Repair:
         if pipe is None:
             raise PipefitError("the pipeline is gone")
         pipe.loop.check_repeatable()
-        self._plan = _without(pipe, pipe.plan, loss)
+        prepared = pipe.programs.without.get(tuple(loss.lost))
+        self._following = prepared or _programs_without(pipe, loss.lost)
 
     def mend(self, loss: Loss) -> None:
         """Goes on by the plan for the ranks that are left, in new process groups."""
         pipe = self._pipe()
         session = current().without(loss)
         assert pipe is not None and session.repairs is not None
-        rearrange(pipe, self._plan, session)
+        rearrange(pipe, self._following.plan, session, self._following)
         self._known = len(session.repairs.losses)
         session.repairs.listen(why_not(pipe.plan))
         if pipe.recovery is not None:
             pipe.recovery.repaired()
 
 
-def _without(pipe: Any, plan: Plan, loss: Loss) -> Plan:
+def _programs_without(pipe: Any, lost: Sequence[int]) -> Programs:
+    return Programs(_without(pipe, pipe.plan, lost), pipe.training, pipe.layers, None)
+
+
+def _without(pipe: Any, plan: Plan, lost: Sequence[int]) -> Plan:
     """The plan of a pipeline without ranks that are lost."""
     for stage, ranks in enumerate(plan.placement.ranks):
         # The machine's memory has the last step of every stage, where each step is copied.
         is_kept = pipe.recovery is not None and pipe.recovery.every == 1
-        if set(ranks) <= set(loss.lost) and not is_kept:
+        if set(ranks) <= set(lost) and not is_kept:
             raise PlanError(f"no copy of stage {stage} is left")
     header = pipe.program.header
-    for rank in sorted(loss.lost, reverse=True):
+    for rank in sorted(lost, reverse=True):
         plan = plan_without(plan, rank, ties=header.ties, clip=header.clip)
     return plan

@@ -347,7 +347,7 @@ class TrainingLoop:
         for worker in workers:
             worker.train(True)
         # In the second pass of a synchronous schedule: then the optimizers have states.
-        due = self.held_bytes is None and (self._state.num_updates > 0 or not self._schedule.is_synchronous)
+        due = self.held_bytes is None and (len(self._newest_runs) > 0 or not self._schedule.is_synchronous)
         watch = None
         if due and len(workers) == 1:
             tell = in_use(workers[0].device)

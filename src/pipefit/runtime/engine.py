@@ -34,6 +34,7 @@ from pipefit.runtime.session import Session
 from pipefit.runtime.transport import Ending
 from pipefit.runtime.worker import Worker
 from pipefit.simulate import most_unposted
+from pipefit.spec.files import write_atomically
 from pipefit.stage.accelerator import is_accelerator
 from pipefit.stage.moments import Moments
 
@@ -52,6 +53,7 @@ class Engine:
         self.session = session
         self.device = device
         self.is_lost = False
+        self.metric_names: tuple[str, ...] | None = None
         self._between: DistributedTransport | None = None
         self._moments = Moments(device) if is_accelerator(device) else None
         self.take(workers, num_stages, session)
@@ -68,7 +70,6 @@ class Engine:
         """
         self.workers = list(workers)
         self.executions: list[Execution] = []
-        self.metric_names: tuple[str, ...] | None = None
         self._prepared: set[str] = set()
         if self._between is not None and session is self.session:
             self._between.number_stages(num_stages)
@@ -216,14 +217,20 @@ class Engine:
         if any(gathering.ranks):
             self.run(gathering, {})
 
-    def prepare(self, program: Program) -> None:
-        """Makes the buckets and process groups of a program, before its first pass."""
+    def prepare(self, program: Program, is_compared: bool = False) -> None:
+        """Makes the buckets and process groups of a program, before its first pass.
+
+        Args:
+            program: that all ranks have.
+            is_compared: they have found that out.
+        """
         self._prepared.add(program.digest)
         for worker in self.workers:
             make_buckets(worker, program)
         if self._between is None:
             return
-        _agree_on(program, self.session)
+        if not is_compared:
+            _agree_on(program, self.session)
         graph = dependency_graph(program)
         sets = [collective_members(program.header, graph.instructions[group[0]]) for group in graph.collectives]
         links = [(rank, i.peer) for rank, _, i in program if i.op is Op.SEND]
@@ -235,7 +242,7 @@ class Engine:
             self._between.prepare(sets, links, unposted)
         number = self.session.programs.setdefault(program.digest, len(self.session.programs))
         if self.session.folder and self.session.rank == 0:
-            text.save(program, program_file(self.session.folder, number))
+            write_atomically(program_file(self.session.folder, number), text.dump(program), durable=False)
 
 
 def _agree_on(program: Program, session: Session) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,10 +39,11 @@ def shut_down(except_for: set[int]) -> None:
 def _handles() -> Iterator[tuple[int, int]]:
     """The file descriptor and the inode of each socket of this process."""
     for path in Path("/proc/self/fd").iterdir():
+        handle = int(path.name)
         with contextlib.suppress(OSError):
-            kind, _, inode = str(path.readlink()).partition(":")
-            if kind == "socket":
-                yield int(path.name), int(inode.strip("[]"))
+            found = os.fstat(handle)
+            if stat.S_ISSOCK(found.st_mode):
+                yield handle, found.st_ino
 
 
 def _is_connection(one: socket.socket) -> bool:

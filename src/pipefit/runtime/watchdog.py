@@ -164,11 +164,11 @@ class Watchdog:
     def _compare_calls(self) -> None:
         """Publishes the call in which this rank waits; ends a rank in a pass that others, in a call, never begin."""
         seen = self._progress.position
-        with contextlib.suppress(RuntimeError, ValueError):  # the store is gone, and so is the run
-            while not self._stop.wait(_MISSED_S):
-                before, seen = seen, self._progress.position
-                if seen != before:
-                    continue
+        while not self._stop.wait(_MISSED_S):
+            before, seen = seen, self._progress.position
+            if seen != before:
+                continue
+            with contextlib.suppress(RuntimeError, ValueError):  # there is no store yet, or no more
                 waiting = meet_in_call(self._rank, seen)
                 if missed := missed_call(self._rank, self._program, seen, waiting):
                     self._end(f"{missed}\n")
