@@ -131,13 +131,12 @@ def resume_records(pipeline: Trained) -> dict[str, Any]:
         TierError: on every rank: the state is damaged, or of another optimizer or learning-rate schedule.
     """
     try:
-        found: dict[str, Any] = agree(pipeline.session, attempt(lambda: _resumed(pipeline)), TierError)[0]
+        return agree(pipeline.session, attempt(lambda: _resumed(pipeline)), TierError)[0]
     except TierError:
         for worker in pipeline.workers:
             if worker.spilling is not None:
                 worker.spilling.tier.close()
         raise
-    return found
 
 
 def _resumed(pipeline: Trained) -> dict[str, Any]:

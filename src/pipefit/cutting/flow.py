@@ -51,6 +51,11 @@ class Flow:
     overwrites: bool = False
 
     @cached_property
+    def places(self) -> dict[fx.Node, int]:
+        """The place of each node in their order."""
+        return {node: place for place, node in enumerate(self.nodes)}
+
+    @cached_property
     def storages(self) -> dict[fx.Node, frozenset[int]]:
         """The memory of each node's tensors, as in the export."""
         every = chain(self.inputs, self.state, self.constants, self.nodes)

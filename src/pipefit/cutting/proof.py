@@ -109,10 +109,6 @@ def _worst_of_buffers(got: Buffers, wanted: Buffers) -> str | None:
     return worst_difference(list(got.values()), [wanted[key] for key in got])
 
 
-def _leaves(output: Any) -> list[Any]:
-    return leaves_of(output, "the output of the model")
-
-
 def entries(shell: Shell, example: Any) -> tuple[list[tuple[list[Any], set[int]]], str]:
     """Runs the code between the blocks with stand-ins only.
 
@@ -205,8 +201,8 @@ def run_layer(shell: Shell, number: int, payload: Any, seen: Seen) -> tuple[Any,
         return None, _why(problem, shell.model)
     if number == shell.num_layers - 1:
         name = "the output"
-        got = _leaves(output)
-        wanted = _leaves(seen.output)
+        got = leaves_of(output)
+        wanted = leaves_of(seen.output)
     else:
         name = "what leaves it"
         got = output["values"]
@@ -306,7 +302,7 @@ def _together(shell: Shell, states: States, absent: Absent, whole: Reference) ->
     for layers in (range(half), range(half, shell.num_layers)):
         with torch.no_grad(), states.used(states.fresh()), absent.without_others(layers):
             payload = shell.run(layers[0], layers[-1], payload, seed_torch)
-    worst = worst_difference(_leaves(payload), _leaves(whole.runs[0].output))
+    worst = worst_difference(leaves_of(payload), leaves_of(whole.runs[0].output))
     if worst is None:
         return None
     return f"several layers together differ from the same ones one by one by {worst}"

@@ -53,10 +53,7 @@ def lifetimes(program: Program, rank: int) -> list[Lifetime]:
     A step in place makes no second copy: its new version is born after the drop; that of a spilled stage after the
     step. A value that is evicted and fetched again has a lifetime for each stay. The list is kept with the program.
     """
-    kept: dict[int, list[Lifetime]] = program.__dict__.setdefault("_lifetimes", {})
-    if rank not in kept:
-        kept[rank] = _find_lifetimes(program, rank)
-    return kept[rank]
+    return program.once(("lifetimes", rank), lambda: _find_lifetimes(program, rank))
 
 
 def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
@@ -115,11 +112,7 @@ def working_lifetimes(program: Program, rank: int, summed: bool = False) -> list
         rank: whose values they are.
         summed: replicas sum the gradients of every stage, though the program shows one of them.
     """
-    kept: dict[tuple[int, bool], list[Lifetime]] = program.__dict__.setdefault("_working_lifetimes", {})
-    key = (rank, summed)
-    if key not in kept:
-        kept[key] = _find_working(program, rank, summed)
-    return kept[key]
+    return program.once(("working lifetimes", rank, summed), lambda: _find_working(program, rank, summed))
 
 
 def _find_working(program: Program, rank: int, summed: bool) -> list[Lifetime]:

@@ -10,6 +10,7 @@ on one of them. So a two-level search cannot give "15-1" on 4 × 4 devices; the 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipefit.errors import PlanError
@@ -18,7 +19,7 @@ from pipefit.partition.conventions import Convention, convention_named, data_par
 from pipefit.partition.down_sets import find_states
 from pipefit.partition.dynamic_program import Run, base_s, best_time, runs
 from pipefit.partition.stage_costs import HELD, CutProblem, Memory
-from pipefit.spec import Partition, Profile, StageSpec, Topology
+from pipefit.spec import Layer, Partition, Profile, StageSpec, Topology
 from pipefit.units import format_bytes
 
 # Hybrids must be predicted to be faster than plain data parallelism by more than this. For the released optimizer's
@@ -253,11 +254,7 @@ def _with_stages(
         behind = sum(after.replicas for after in stages[index:])
         count = math.ceil(behind / stage.replicas)
         in_flight.append(count)
-        held = []
-        for name in HELD:
-            figures = [getattr(layers[layer], name) for layer in stage.layers]
-            held.append(sum(figures))
-        needed.append(problem.memory.needed_bytes(count, *held))
+        needed.append(_bytes_of(problem.memory, count, [layers[layer] for layer in stage.layers]))
     return replace(
         result,
         partition=Partition(tuple(stages)),
@@ -285,8 +282,13 @@ def _data_parallel(result: PipeDreamResult, problem: CutProblem, margin: float) 
 
 
 def _data_parallel_bytes(problem: CutProblem) -> float:
-    held = (_total(problem.states.profile, name) for name in HELD)
-    return float(problem.memory.needed_bytes(1, *held))
+    return _bytes_of(problem.memory, 1, problem.states.profile.layers)
+
+
+def _bytes_of(memory: Memory, in_flight: int, layers: Sequence[Layer]) -> float:
+    """Bytes of a stage of some layers with this many mini-batches in flight."""
+    held = [sum(getattr(layer, name) for layer in layers) for name in HELD]
+    return float(memory.needed_bytes(in_flight, *held))
 
 
 def _why_nothing_fits(problem: CutProblem) -> str:
@@ -295,10 +297,7 @@ def _why_nothing_fits(problem: CutProblem) -> str:
     layers = problem.states.profile.layers
     if not memory.is_limited:
         return "no partition uses every device: there are fewer layers than stages would be needed"
-    needed = []
-    for layer in layers:
-        held = [getattr(layer, name) for name in HELD]
-        needed.append(memory.needed_bytes(1, *held))
+    needed = [_bytes_of(memory, 1, [layer]) for layer in layers]
     most = max(needed)
     largest = needed.index(most)
     every = format_bytes(_data_parallel_bytes(problem))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from pipefit.ir.instruction import Instruction, ValueKey
 from pipefit.ir.op import MESSAGE_OPS, PIECE_OF, Op
@@ -37,7 +37,7 @@ def with_scatter_gather(program: Program) -> Program:
             if i.op in MESSAGE_OPS and i.kind in PIECE_OF:
                 if i.op is Op.RECV:
                     arriving.add((i.kind, i.stage, i.mb))
-                listed.append(msgspec.structs.replace(i, kind=PIECE_OF[i.kind]))
+                listed.append(replace(i, kind=PIECE_OF[i.kind]))
                 continue
             needed = entering(i)
             if needed in arriving:

@@ -175,8 +175,7 @@ def initialise(layers: Sequence[NamedLayer], seed: int, own: InitialiseLayer | N
     Raises:
         ModelError: a module has weights but no `reset_parameters`.
     """
-    generator = torch.random.get_rng_state()
-    try:
+    with torch.random.fork_rng(devices=[]):
         for layer in layers:
             torch.manual_seed(layer_seed(seed, _INITIALISATION, layer.index))
             for name, module in layer.module.named_modules(prefix=layer.prefix):
@@ -191,8 +190,6 @@ def initialise(layers: Sequence[NamedLayer], seed: int, own: InitialiseLayer | N
                 reset()
             if own is not None:
                 own(layer.prefix, layer.module)
-    finally:
-        torch.random.set_rng_state(generator)
 
 
 def materialise(
