@@ -140,7 +140,7 @@ def resume_records(pipeline: Trained) -> dict[str, Any]:
 
 
 def _resumed(pipeline: Trained) -> dict[str, Any]:
-    extra: dict[str, Any] = {}
+    extra = {}
     for worker in pipeline.workers:
         assert worker.spilling is not None and worker.spilling.resumed is not None
         commit = worker.spilling.resumed

@@ -163,7 +163,7 @@ def borders(shell: Shell, seen: Seen, example: Any) -> list[Difference]:
         The borders before which it cannot be cut.
     """
     found: list[Difference] = []
-    payload: Any = example
+    payload = example
     states = States(shell.model)
     with states.used(states.fresh()), torch.no_grad():
         for number in range(shell.num_layers):
@@ -260,7 +260,7 @@ def prove(shell: Shell, whole: Reference) -> list[Difference]:
     """
     states = States(shell.model)
     absent = Absent(shell)
-    payloads: list[Any] = list(whole.batches)
+    payloads = list(whole.batches)
     for number in range(shell.num_layers):
         proves(number, shell.num_layers)
         own = {*own_modules(shell, number), *shell.spine}
@@ -378,7 +378,7 @@ def refuse_channels(layers: Sequence[NamedLayer], batch: Any) -> bool:
     states = States(model)
     channels = Channels(model)
     channels.tracker.on_write = lambda storage: None
-    runs: list[_Run] = []
+    runs = []
     with kept_outside(model), torch.no_grad():
         with states.used(states.fresh()), channels.spying():
             for _ in range(2):

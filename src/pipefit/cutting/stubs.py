@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class Stub:
 
     def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An output on the meta device, by a run there."""
-        forward: Callable[..., Any] = self.module.__dict__.pop("forward")
+        forward = self.module.__dict__.pop("forward")
         try:
             tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
             moved, options = _to_meta((args, kwargs))

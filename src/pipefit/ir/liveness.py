@@ -14,7 +14,7 @@ from operator import attrgetter, itemgetter
 import msgspec
 
 from pipefit.ir.graph import FEW_SENDS
-from pipefit.ir.instruction import Instructions, StageAt
+from pipefit.ir.instruction import Instructions
 from pipefit.ir.op import COMPUTE_OPS, FORWARD_OPS, WHOLE_OF, Op, Reduction, Work
 from pipefit.ir.program import Header, Program
 from pipefit.ir.spill import SLOTTED
@@ -177,7 +177,7 @@ def _sums(program: Program, rank: int) -> Iterator[Lifetime]:
     A sum after the first of an update has memory of its own for the part.
     """
     begun: dict[int, int] = {}
-    summed: set[StageAt] = set()
+    summed = set()
     for index, i in enumerate(program.ranks[rank]):
         stage = i.stage
         if i.kind == Reduction.SCATTER:

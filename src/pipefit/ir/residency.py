@@ -92,7 +92,7 @@ def _pass(program: Program, rank: int, copies: _Copies) -> tuple[dict[int, Indic
     freed = copies.freed
     fetched = copies.fetched
     written = copies.written
-    waits: dict[int, Indices] = {}
+    waits = {}
     kept = []
     for index, i in enumerate(program.ranks[rank]):
         op = i.op

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from pipefit.ir.instruction import Instruction, ValueKey
+from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import MESSAGE_OPS, PIECE_OF, Op
 from pipefit.ir.program import Program
 from pipefit.passes.places import entering
@@ -32,7 +32,7 @@ def with_scatter_gather(program: Program) -> Program:
     ranks = []
     for instructions in program.ranks:
         listed = []
-        arriving: set[ValueKey] = set()
+        arriving = set()
         for i in instructions:
             if i.op in MESSAGE_OPS and i.kind in PIECE_OF:
                 if i.op is Op.RECV:

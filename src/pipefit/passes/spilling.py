@@ -275,7 +275,7 @@ def _starts(
         prefetch: see `with_spilling`.
         ahead: (first visit, start) of others that come first where they are needed first.
     """
-    starts: list[int] = []
+    starts = []
     stepped = _host_steps(listed)
     start = 0
     for number, stay in enumerate(found):

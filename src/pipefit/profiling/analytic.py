@@ -136,7 +136,7 @@ def layer_costs(
 ) -> list[LayerCost]:
     """The cost of each layer; identical layers with inputs of one form share one object."""
     form = _form(example_input, dtype, batch_of(example_input), microbatch_size)
-    known: dict[Any, LayerCost] = {}
+    known = {}
     costs = []
     with random_state_kept(torch.device("cpu")):
         for layer in chain:

@@ -96,7 +96,7 @@ class RunningAverages:
             mean: copy of the running mean.
             var: copy of the running variance.
         """
-        buffers: dict[str, Any] = self.module._buffers
+        buffers = self.module._buffers
         self._fresh = []
         self._mean = mean
         self._var = var
@@ -112,7 +112,7 @@ class RunningAverages:
 
     def restore(self) -> dict[str, Any]:
         """Restores the buffers; returns those that the forward wrote itself, as it left them."""
-        buffers: dict[str, Any] = self.module._buffers
+        buffers = self.module._buffers
         written = {name: buffers[name] for name in self._real if self._is_changed(name, buffers[name])}
         buffers.update(self._real)
         del self.module.__dict__["_averages"]

@@ -130,7 +130,7 @@ def unflatten(leaves: list[Tensor], structure: Structure | Rest) -> Any:
         return structure.closed(leaves)
     if structure is _LEAF:
         return leaves[0]
-    whole: list[Any] = list(leaves)
+    whole = list(leaves)
     for position, value in structure.plain:
         whole.insert(position, value)
     return pytree.tree_unflatten(whole, structure.tree)
