@@ -120,7 +120,8 @@ def check(mine: int, line: Tensor, others: int, other: Tensor) -> None:
         DataError: they differ.
     """
     if not torch.equal(line, other):
-        (low, one), (high, two) = sorted([(mine, _text(line)), (others, _text(other))])
+        sides = sorted([(mine, _text(line)), (others, _text(other))])
+        (low, one), (high, two) = sides
         if one == two:
             before = " now, and had others before"
         else:

@@ -219,8 +219,9 @@ class SharedWeightsStore(SharedGradientsStore):
         """
         if not self._homes:
             return
-        trained = ((self._parameters[index], self._trained_gone[index]) for index in self._own)
-        if any(_is_changed(*pair) for pair in (*trained, *zip(self._frozen, self._frozen_gone, strict=True))):
+        gone = [(self._parameters[index], self._trained_gone[index]) for index in self._own]
+        gone += zip(self._frozen, self._frozen_gone, strict=True)
+        if any(_is_changed(*pair) for pair in gone):
             raise ModelError(
                 "a parameter was changed between two steps, where each replica of its stage has only a part of it "
                 '(shard="weights"), so the change would be lost: change weights with load_state_dict, or use '

@@ -19,7 +19,7 @@ from pipefit.partition.conventions import Convention, convention_named, data_par
 from pipefit.partition.down_sets import find_states
 from pipefit.partition.dynamic_program import Run, base_s, best_time, runs
 from pipefit.partition.stage_costs import HELD, CutProblem, Memory
-from pipefit.spec import Layer, Partition, Profile, StageSpec, Topology
+from pipefit.spec import Partition, Profile, StageSpec, Topology
 from pipefit.units import format_bytes
 
 # Hybrids must be predicted to be faster than plain data parallelism by more than this. For the released optimizer's
@@ -247,14 +247,13 @@ def _with_stages(
     result: PipeDreamResult, problem: CutProblem, levels: tuple[LevelStage, ...], why: str
 ) -> PipeDreamResult:
     stages = _flatten(levels)
-    layers = problem.states.profile.layers
     in_flight = []
     needed = []
     for index, stage in enumerate(stages):
         behind = sum(after.replicas for after in stages[index:])
         count = math.ceil(behind / stage.replicas)
         in_flight.append(count)
-        needed.append(_bytes_of(problem.memory, count, [layers[layer] for layer in stage.layers]))
+        needed.append(_bytes_of(problem, count, stage.layers))
     return replace(
         result,
         partition=Partition(tuple(stages)),
@@ -282,13 +281,15 @@ def _data_parallel(result: PipeDreamResult, problem: CutProblem, margin: float) 
 
 
 def _data_parallel_bytes(problem: CutProblem) -> float:
-    return _bytes_of(problem.memory, 1, problem.states.profile.layers)
+    every = range(len(problem.states.profile))
+    return _bytes_of(problem, 1, every)
 
 
-def _bytes_of(memory: Memory, in_flight: int, layers: Sequence[Layer]) -> float:
+def _bytes_of(problem: CutProblem, in_flight: int, layers: Sequence[int]) -> float:
     """Bytes of a stage of some layers with this many mini-batches in flight."""
-    held = [sum(getattr(layer, name) for layer in layers) for name in HELD]
-    return float(memory.needed_bytes(in_flight, *held))
+    chosen = [problem.states.profile.layers[layer] for layer in layers]
+    held = [sum(getattr(layer, name) for layer in chosen) for name in HELD]
+    return float(problem.memory.needed_bytes(in_flight, *held))
 
 
 def _why_nothing_fits(problem: CutProblem) -> str:
@@ -297,7 +298,7 @@ def _why_nothing_fits(problem: CutProblem) -> str:
     layers = problem.states.profile.layers
     if not memory.is_limited:
         return "no partition uses every device: there are fewer layers than stages would be needed"
-    needed = [_bytes_of(memory, 1, [layer]) for layer in layers]
+    needed = [_bytes_of(problem, 1, [layer]) for layer in range(len(layers))]
     most = max(needed)
     largest = needed.index(most)
     every = format_bytes(_data_parallel_bytes(problem))

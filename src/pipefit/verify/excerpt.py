@@ -30,7 +30,8 @@ def cell(i: Instruction) -> str:
     ('S2w1', 'sum2w1')
     """
     if i.op in MESSAGE_OPS:
-        return f"{i.kind}{i.stage}.{i.mb}{arrow(i.op)}{i.peer}"
+        way = arrow(i.op)
+        return f"{i.kind}{i.stage}.{i.mb}{way}{i.peer}"
     if i.op is Op.LOSS:
         return f"loss.{i.mb}"
     if i.op is Op.REDUCE:

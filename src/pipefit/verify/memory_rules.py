@@ -21,10 +21,10 @@ def for_each_rank(name: str, given: float | Sequence[float], num_ranks: int, lea
         figures = (float(given),) * num_ranks
     else:
         figures = tuple(given)
-    if len(figures) != num_ranks or not all(figure >= least for figure in figures):
-        raise PipefitError(
-            f"{name}: expected one figure of at least {least}, or one for each of {num_ranks} ranks, got {given}"
-        )
+    if len(figures) != num_ranks:
+        raise PipefitError(f"{name}: expected one figure or one for each of {num_ranks} ranks, got {len(figures)}")
+    if not all(figure >= least for figure in figures):
+        raise PipefitError(f"{name}: expected one figure of at least {least}, or one for each rank, got {given}")
     return figures
 
 

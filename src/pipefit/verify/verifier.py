@@ -88,7 +88,8 @@ def _violations(program: Program, findings: list[Finding]) -> tuple[Violation, .
         return rules.index(finding.rule), finding.rank, finding.position
 
     result = []
-    for number, (rule, rank, index, message) in enumerate(sorted(findings, key=order)):
+    ordered = sorted(findings, key=order)
+    for number, (rule, rank, index, message) in enumerate(ordered):
         text = ""
         grid = ""
         if 0 <= rank < len(program.ranks) and index >= 0:
