@@ -189,8 +189,8 @@ class Session:
         assert self.repairs is not None
         assert self.watchdog is not None
         assert self.folder is not None
-        self.background.settle(self.progress)
-        self.background.group = None
+        self.repairs.end_waits()
+        self.background.abandon()
         self.watchdog.stop()
         dist.destroy_process_group()
         rank = loss.left.index(self.rank)
