@@ -281,7 +281,7 @@ def test_what_is_spilled_is_held_only_while_it_is_on_the_device():
     ("change", "says"),
     [
         (("spill disk", "spill moon"), "tier host or disk, got 'moon'"),
-        (("weights 1 optim", "weights 0 optim"), "at least one slot for weights, got 0"),
+        (("weights 1 optim", "weights 0 optim"), "spill.weights_slots: expected at least 1, got 0"),
         (("stages 0 1", "stages 1 0"), "increasing order"),
         (("stages 0 1", "stages 0 2"), "no such stage"),
         (("weights 1 optim 1 stages", "slots"), "expected 'spill TIER weights N optim N stages S"),

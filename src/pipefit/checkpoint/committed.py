@@ -131,17 +131,16 @@ def resume_records(pipeline: Trained) -> dict[str, Any]:
         TierError: on every rank: the state is damaged, or of another optimizer or learning-rate schedule.
     """
     try:
-        found: dict[str, Any] = agree(pipeline.session, attempt(lambda: _resumed(pipeline)), TierError)[0]
+        return agree(pipeline.session, attempt(lambda: _resumed(pipeline)), TierError)[0]
     except TierError:
         for worker in pipeline.workers:
             if worker.spilling is not None:
                 worker.spilling.tier.close()
         raise
-    return found
 
 
 def _resumed(pipeline: Trained) -> dict[str, Any]:
-    extra: dict[str, Any] = {}
+    extra = {}
     for worker in pipeline.workers:
         assert worker.spilling is not None and worker.spilling.resumed is not None
         commit = worker.spilling.resumed

@@ -34,6 +34,7 @@ from pipefit.runtime.outliving import processes_here
 from pipefit.runtime.progress import SAVING
 from pipefit.spec.files import decode, encode
 from pipefit.spec.sealed import read_sealed, write_sealed
+from pipefit.stage.record_layout import name_of
 
 EVERY = "PIPEFIT_MEMORY_EVERY"
 _KEPT = 3
@@ -229,7 +230,7 @@ def _sent(pipeline: Trained, here: Here, held: Mapping[int, set[str]], lacking: 
     source = {name: min(first for first, names in held.items() if name in names) for name in lacking}
     mine = {name: here.saved[name] for name in lacking if source[name] == session.rank}
     forms: dict[str, Any] = {}
-    for part in exchange(session, {name: [saved.shape, str(saved.dtype)] for name, saved in mine.items()}):
+    for part in exchange(session, {name: [saved.shape, name_of(saved.dtype)] for name, saved in mine.items()}):
         forms |= part
     found = {}
     for name in lacking:
@@ -237,7 +238,7 @@ def _sent(pipeline: Trained, here: Here, held: Mapping[int, set[str]], lacking: 
             tensor = mine[name].read()
         else:
             shape, dtype = forms[name]
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         broadcast(session, tensor, source[name])
         if name not in here.saved:
             weight = name

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pipefit.errors import PipefitError
 from pipefit.spec.sealed import FileEntry, write_file
+from pipefit.stage.record_layout import bytes_of
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -61,7 +62,7 @@ def write_tensors(
 
     def chunks() -> Iterator[bytes | memoryview]:
         yield head
-        for data in map(payload, tensors.values() if values is None else values):
+        for data in map(bytes_of, tensors.values() if values is None else values):
             for start in range(0, len(data), _CHUNK_BYTES):
                 yield data[start : start + _CHUNK_BYTES]
             del data  # before the next is made
@@ -89,11 +90,3 @@ def header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def payload(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, on the host, contiguous."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    if flat.numel():
-        return flat.view(torch.uint8).numpy().data
-    return memoryview(b"")

@@ -122,7 +122,7 @@ def anatomies(model: nn.Module, calls: Paths, cuts: Paths | None = None) -> Iter
         chosen = [path for path in order if path in cuts]
         yield _anatomy(model, chosen, calls)
         return
-    known: set[tuple[str, ...]] = set()
+    known = set()
     for found in _choices(model, order):
         if len(found) > 1 and tuple(found) not in known:
             known.add(tuple(found))
@@ -202,7 +202,7 @@ def _anatomy(model: nn.Module, blocks: Paths, calls: Paths) -> Anatomy:
         if path in held:
             spine.append(path)
     units = []
-    seen: set[nn.Module] = set()
+    seen = set()
     for parent in spine:
         for name, child in model.get_submodule(parent).named_children():
             path = f"{parent}.{name}".removeprefix(".")

@@ -203,8 +203,8 @@ def _refuse_sparse(model: nn.Module, prefix: str = "") -> None:
 
 
 def _cut(model: nn.Module, example: Any, cuts: Paths | None, ways: _Ways) -> Cut:
-    problems: list[str] = []
-    calls: list[str] = []
+    problems = []
+    calls = []
     found = None
     states = States(model)
     places = places_of(model)

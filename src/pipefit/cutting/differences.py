@@ -102,7 +102,7 @@ def sums_of_gradients(model: nn.Module, payload: Any) -> Sums:
 
     So the gradients of a large model are never all in memory at the same time.
     """
-    every = leaves_of(payload, "the output of the model")
+    every = leaves_of(payload)
     leaves = [leaf for leaf in every if isinstance(leaf, Tensor) and leaf.requires_grad]
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not leaves or not trained:

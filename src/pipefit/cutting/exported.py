@@ -54,7 +54,7 @@ _State = Mapping[fx.Node, tuple[str, ...]]
 
 def copied(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
     """A copy of a model with other parameters and buffers; one on the meta device is hollow."""
-    memo: dict[int, Any] = {}
+    memo = {}
     for tensor in chain(model.parameters(), model.buffers()):
         made = make(tensor)
         if isinstance(tensor, nn.Parameter):
@@ -320,7 +320,7 @@ def _copy_overwritten(graph: fx.Graph) -> bool:
 
 def _users(nodes: set[fx.Node]) -> set[fx.Node]:
     """The operations that take some nodes, or what these operations give: a norm may count several times."""
-    found: set[fx.Node] = set()
+    found = set()
     rest = list(nodes)
     while rest:
         for user in rest.pop().users:

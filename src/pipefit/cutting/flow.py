@@ -51,6 +51,11 @@ class Flow:
     overwrites: bool = False
 
     @cached_property
+    def places(self) -> dict[fx.Node, int]:
+        """The place of each node in their order."""
+        return {node: place for place, node in enumerate(self.nodes)}
+
+    @cached_property
     def storages(self) -> dict[fx.Node, frozenset[int]]:
         """The memory of each node's tensors, as in the export."""
         every = chain(self.inputs, self.state, self.constants, self.nodes)
@@ -112,7 +117,7 @@ class Flow:
             wanted: nodes; other values need nothing.
             here: whether a node is computed here; what others give is there already.
         """
-        found: set[fx.Node] = set()
+        found = set()
         rest = [node for node in wanted if isinstance(node, fx.Node)]
         while rest:
             node = rest.pop()
@@ -156,7 +161,7 @@ def memory_of(node: fx.Node) -> set[int]:
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The nodes into whose tensors an operation writes."""
-    target: Any = node.target
+    target = node.target
     if target is normalised:  # a batch norm in training
         return node.all_input_nodes[:1]
     if isinstance(target, HigherOrderOperator):
@@ -174,7 +179,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 def _bodies(node: fx.Node) -> list[fx.GraphModule]:
     """The graphs inside a node, such as a part under `no_grad`."""
-    module: Any = node.graph.owning_module
+    module = node.graph.owning_module
     found = [attrgetter(str(one.target))(module) for one in node.all_input_nodes if one.op == "get_attr"]
     return [one for one in found if isinstance(one, fx.GraphModule)]
 
@@ -193,7 +198,7 @@ def _written_inside(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
 
 def _is_quick(node: fx.Node) -> bool:
     """Returns whether an operation takes little time, and gives the same result every time."""
-    target: Any = node.target
+    target = node.target
     if isinstance(target, HigherOrderOperator):
         return all(_is_quick(one) for body in _bodies(node) for one in body.graph.nodes if one.op == "call_function")
     if isinstance(target, OpOverload):

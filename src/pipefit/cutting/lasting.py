@@ -179,7 +179,7 @@ def second_batch(model: nn.Module, example: Any, arguments: Callable[[Any], Any]
             output = model(*args, **kwargs)
         if channels.lasting is not None:
             raise ModelError(f"{channels.lasting}: a forward must not depend on the one before")
-        leaves = leaves_of(output, "the output of the model")
+        leaves = leaves_of(output)
         return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     with states.used(states.fresh()), kept_buffers(model) as restore:

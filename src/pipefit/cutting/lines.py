@@ -84,8 +84,7 @@ def named_lines(flow: Flow, paths: Paths) -> dict[int, str]:
 
 
 def _places(flow: Flow) -> list[int]:
-    heavy = set(weighty(flow))
-    return [place for place, node in enumerate(flow.nodes) if node in heavy]
+    return [flow.places[node] for node in weighty(flow)]
 
 
 def _cheapest(prices: Sequence[float], places: Sequence[int]) -> int:
@@ -106,7 +105,7 @@ def _last_uses(flow: Flow, order: Mapping[fx.Node, int], end: int) -> dict[fx.No
 
 def _prices(flow: Flow) -> list[float]:
     """Bytes that cross a line before each operation; infinite where there can be none."""
-    place = {node: i for i, node in enumerate(flow.nodes)}
+    place = flow.places
     prices = [0.0] * (len(place) + 1)
     views: Counter[tuple[int, int]] = Counter()
     computed = {node: place[node] for node in flow.computed}
@@ -139,8 +138,7 @@ def _spans(flow: Flow, place: Mapping[fx.Node, int]) -> Iterable[tuple[int, int]
 
 def by_lines(flow: Flow, lines: Sequence[int]) -> dict[fx.Node, int]:
     """The layer of each operation between lines."""
-    place = {node: i for i, node in enumerate(flow.nodes)}
-    return {node: bisect(lines, place[node]) for node in flow.computed}
+    return {node: bisect(lines, flow.places[node]) for node in flow.computed}
 
 
 def by_weights(flow: Flow, weights: Sequence[Set[str]]) -> dict[fx.Node, int]:

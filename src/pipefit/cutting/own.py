@@ -57,7 +57,7 @@ class Call:
         """The call of a model of transformers, without a cache for generation."""
         names = inspect.signature(without_adapters(model).forward).parameters
         open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in names.values())
-        config: Any = getattr(model, "config", None)
+        config = getattr(model, "config", None)
         caches = "use_cache" in names or (open_ended and getattr(config, "use_cache", None) is not None)
         return cls({"use_cache": False} if caches else {})
 
@@ -100,7 +100,7 @@ class Labels:
     def of(cls, model: nn.Module) -> Labels:
         """The weights that suit the model's own loss."""
         model = without_adapters(model)
-        config: Any = getattr(model, "config", None)
+        config = getattr(model, "config", None)
         loss = getattr(getattr(model, "loss_function", None), "__name__", "")
         decodes = not getattr(config, "is_encoder_decoder", False)
         return cls(loss == "ForCausalLMLoss" and decodes and "Masked" not in type(model).__name__)

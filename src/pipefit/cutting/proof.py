@@ -109,10 +109,6 @@ def _worst_of_buffers(got: Buffers, wanted: Buffers) -> str | None:
     return worst_difference(list(got.values()), [wanted[key] for key in got])
 
 
-def _leaves(output: Any) -> list[Any]:
-    return leaves_of(output, "the output of the model")
-
-
 def entries(shell: Shell, example: Any) -> tuple[list[tuple[list[Any], set[int]]], str]:
     """Runs the code between the blocks with stand-ins only.
 
@@ -167,7 +163,7 @@ def borders(shell: Shell, seen: Seen, example: Any) -> list[Difference]:
         The borders before which it cannot be cut.
     """
     found: list[Difference] = []
-    payload: Any = example
+    payload = example
     states = States(shell.model)
     with states.used(states.fresh()), torch.no_grad():
         for number in range(shell.num_layers):
@@ -205,8 +201,8 @@ def run_layer(shell: Shell, number: int, payload: Any, seen: Seen) -> tuple[Any,
         return None, _why(problem, shell.model)
     if number == shell.num_layers - 1:
         name = "the output"
-        got = _leaves(output)
-        wanted = _leaves(seen.output)
+        got = leaves_of(output)
+        wanted = leaves_of(seen.output)
     else:
         name = "what leaves it"
         got = output["values"]
@@ -264,7 +260,7 @@ def prove(shell: Shell, whole: Reference) -> list[Difference]:
     """
     states = States(shell.model)
     absent = Absent(shell)
-    payloads: list[Any] = list(whole.batches)
+    payloads = list(whole.batches)
     for number in range(shell.num_layers):
         proves(number, shell.num_layers)
         own = {*own_modules(shell, number), *shell.spine}
@@ -306,7 +302,7 @@ def _together(shell: Shell, states: States, absent: Absent, whole: Reference) ->
     for layers in (range(half), range(half, shell.num_layers)):
         with torch.no_grad(), states.used(states.fresh()), absent.without_others(layers):
             payload = shell.run(layers[0], layers[-1], payload, seed_torch)
-    worst = worst_difference(_leaves(payload), _leaves(whole.runs[0].output))
+    worst = worst_difference(leaves_of(payload), leaves_of(whole.runs[0].output))
     if worst is None:
         return None
     return f"several layers together differ from the same ones one by one by {worst}"
@@ -382,7 +378,7 @@ def refuse_channels(layers: Sequence[NamedLayer], batch: Any) -> bool:
     states = States(model)
     channels = Channels(model)
     channels.tracker.on_write = lambda storage: None
-    runs: list[_Run] = []
+    runs = []
     with kept_outside(model), torch.no_grad():
         with states.used(states.fresh()), channels.spying():
             for _ in range(2):

@@ -13,6 +13,7 @@ from pipefit.cutting.differences import compared_sums, sums_of_gradients, worst_
 from pipefit.cutting.states import kept_buffers, own_copy, seed_torch
 from pipefit.cutting.traced import Traced
 from pipefit.stage.payload import leaves_of
+from pipefit.stage.stage import in_mode
 
 
 def prove_trace(shell: Traced, model: nn.Module, batches: Sequence[Any]) -> str | None:
@@ -29,7 +30,7 @@ def prove_trace(shell: Traced, model: nn.Module, batches: Sequence[Any]) -> str 
     Returns:
         What differs; None: nothing does.
     """
-    with kept_buffers(model) as restore, _kept_modes(model):
+    with kept_buffers(model) as restore:
         pair = _Pair(shell, model, restore)
         example, other = batches
         why = pair.outputs(example) or pair.gradients(other) or pair.in_flight(batches)
@@ -105,9 +106,9 @@ class _Pair:
         """The context with both in the mode that is not the model's own."""
         own = self.shell.training
         self.shell.train(not own)
-        self.model.train(not own)
         try:
-            yield
+            with in_mode(not own, self.model):
+                yield
         finally:
             self.shell.train(own)
 
@@ -118,16 +119,6 @@ class _Pair:
         return "evaluation"
 
     def _after(self, output: Any) -> list[Any]:
-        leaves = leaves_of(output, "the output of the model")
+        leaves = leaves_of(output)
         # The layers' buffers and the model's are the same ones.
         return [*leaves, *(buffer.clone() for buffer in self.model.buffers())]
-
-
-@contextlib.contextmanager
-def _kept_modes(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

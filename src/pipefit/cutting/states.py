@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import random
 import threading
 import types
 import warnings
@@ -21,7 +20,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
@@ -29,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from pipefit.cutting.outer import outer_variables
 from pipefit.errors import ModelError
+from pipefit.stage.device import random_state_kept
 
 TREE = ("_parameters", "_modules")
 _SHARED = (
@@ -197,14 +196,11 @@ def kept_buffers(model: nn.Module) -> Iterator[Callable[[], None]]:
 @contextlib.contextmanager
 def kept_outside(model: nn.Module) -> Iterator[None]:
     """The context after which weights and random numbers are what they were."""
-    drawn = random.getstate(), np.random.get_state()
     kept = [(one, one.data, one.grad, one.requires_grad) for one in model.parameters()]
     try:
-        with torch.random.fork_rng(devices=[]):
+        with random_state_kept(torch.device("cpu")):
             yield
     finally:
-        random.setstate(drawn[0])
-        np.random.set_state(drawn[1])
         for parameter, data, grad, trains in kept:
             if parameter.data.data_ptr() != data.data_ptr() or parameter.shape != data.shape:
                 parameter.data = data

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,17 +11,14 @@ from torch.utils import _pytree as pytree
 
 from pipefit.cutting.tracking import stood_in
 from pipefit.errors import ModelError
+from pipefit.stage.record_layout import nan_of
 from pipefit.stage.stage import in_mode
 
 
 def nan_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """NaN (0 where there is none) in the shape and type of a tensor."""
     place = device or (torch.get_default_device() if tensor.is_meta else tensor.device)
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        value = float("nan")
-    else:
-        value = 0
-    return torch.full(tensor.shape, value, dtype=tensor.dtype, device=place)
+    return torch.full(tensor.shape, nan_of(tensor.dtype), dtype=tensor.dtype, device=place)
 
 
 class Stub:
@@ -55,7 +52,7 @@ class Stub:
         # as attention weights, then have their shapes of the example.
         writes = any(hasattr(value, "get_seq_length") for value in (*args, *kwargs.values()))
         if writes or all(place is not None for place in self.alike):
-            output = self._like(args, kwargs)
+            output = self._like(given)
         else:
             key = tuple(map(_form, leaves))
             if key not in self._known:
@@ -67,9 +64,8 @@ class Stub:
             device = torch.get_default_device()
         return stood_in(pytree.tree_map_only(Tensor, lambda leaf: nan_like(leaf, device), output))
 
-    def _like(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _like(self, given: Sequence[Tensor]) -> Any:
         """An output that has arguments, or tensors on the meta device, in place of tensors of the same shapes."""
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         leaves, structure = pytree.tree_flatten(self.example)
         for index, place in enumerate(self.alike):
             if place is not None and place >= 0:
@@ -78,7 +74,7 @@ class Stub:
 
     def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An output on the meta device, by a run there."""
-        forward: Callable[..., Any] = self.module.__dict__.pop("forward")
+        forward = self.module.__dict__.pop("forward")
         try:
             tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
             moved, options = _to_meta((args, kwargs))

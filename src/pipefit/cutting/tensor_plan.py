@@ -81,7 +81,7 @@ def _rules_of(path: str, module: nn.Module, kind: str, parent: nn.Module, plan: 
     Raises:
         ModelError: the kind is unknown, or not for such a module.
     """
-    linear: Any = getattr(module, "base_layer", module)
+    linear = getattr(module, "base_layer", module)
     if kind in _LINEAR and type(linear).forward is nn.Linear.forward:
         heads = {}
         width = getattr(parent, "head_dim", None) or getattr(parent, "head_size", None)
@@ -143,7 +143,7 @@ def _adapter(module: Any, way: type[nn.Module]) -> Rules:
     factors = module.lora_A
     if way in _COLUMNS:
         factors = module.lora_B
-    rules: Rules = {factor: _linear(way, factor) for factor in factors.values()}
+    rules = {factor: _linear(way, factor) for factor in factors.values()}
     dropouts = {ways.Columns: ways.WholeDropout, ways.Rows: ways.DividedDropout}
     if way in dropouts:
         for dropout in module.lora_dropout.values():

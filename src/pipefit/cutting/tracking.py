@@ -35,6 +35,8 @@ _OF_SHAPES = {
 }  # fmt: skip
 """Operations that use only shape, type and device of their input."""
 
+_OF_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""Marks of operations whose result, or its size, Python reads from memory."""
 _READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 """Functions that read a tensor's memory without an operation."""
 
@@ -314,12 +316,8 @@ def _operation(func: Any) -> _Operation:
     if not isinstance(func, OpOverload):
         return _Operation()
     name = func._schema.name
-    if name in ("aten::index", "aten::_unsafe_index"):
-        is_indexing = True
-        is_read = False
-    else:
-        is_indexing = False
-        is_read = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+    is_indexing = name in ("aten::index", "aten::_unsafe_index")
+    is_read = not is_indexing and not _OF_DATA.isdisjoint(func.tags)
     return _Operation(name in _OF_SHAPES, is_read, is_indexing, writes_of(func))
 
 

@@ -53,7 +53,7 @@ class Blocking:
         awaited = self._awaited
         awake = self._awake
         collective_of = graph.collective_of
-        ran: set[int] = set()
+        ran = set()
         while awake:
             rank = awake.pop()
             ran.add(rank)
@@ -104,7 +104,7 @@ class Blocking:
     def cycles(self, among: Iterable[int]) -> list[list[int]]:
         """The cycles of stuck ranks that wait for each other and to which some ranks lead, each once."""
         found = []
-        seen: set[int] = set()
+        seen = set()
         for rank in among:
             path = []
             while rank >= 0 and rank not in seen and self._is_stuck(rank):

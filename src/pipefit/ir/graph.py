@@ -71,20 +71,20 @@ def dependency_graph(program: Program) -> Graph:
 
     It is built once and kept with the program.
     """
-    cached: Graph | None = program.__dict__.get("_graph")
-    if cached is None:
-        cached = program.__dict__["_graph"] = graph_of_messages(program)
-        for rank in range(len(program.ranks)):
-            _link_rank(program, rank, cached)
-    return cached
+    return program.once("graph", lambda: _linked(program))
+
+
+def _linked(program: Program) -> Graph:
+    graph = graph_of_messages(program)
+    for rank in range(len(program.ranks)):
+        _link_rank(program, rank, graph)
+    return graph
 
 
 def graph_of_messages(program: Program) -> Graph:
     """A new graph without dependencies inside ranks: only what crosses ranks, which is kept with the program."""
-    cached: Graph | None = program.__dict__.get("_messages")
-    if cached is None:
-        cached = program.__dict__["_messages"] = _graph_of_messages(program)
-    return replace(cached, preds=[()] * len(cached.instructions), missing=[])
+    kept = program.once("messages", lambda: _graph_of_messages(program))
+    return replace(kept, preds=[()] * len(kept.instructions), missing=[])
 
 
 def _graph_of_messages(program: Program) -> Graph:

@@ -14,7 +14,7 @@ from operator import attrgetter, itemgetter
 import msgspec
 
 from pipefit.ir.graph import FEW_SENDS
-from pipefit.ir.instruction import Instructions, StageAt
+from pipefit.ir.instruction import Instructions
 from pipefit.ir.op import COMPUTE_OPS, FORWARD_OPS, WHOLE_OF, Op, Reduction, Work
 from pipefit.ir.program import Header, Program
 from pipefit.ir.spill import SLOTTED
@@ -53,10 +53,7 @@ def lifetimes(program: Program, rank: int) -> list[Lifetime]:
     A step in place makes no second copy: its new version is born after the drop; that of a spilled stage after the
     step. A value that is evicted and fetched again has a lifetime for each stay. The list is kept with the program.
     """
-    kept: dict[int, list[Lifetime]] = program.__dict__.setdefault("_lifetimes", {})
-    if rank not in kept:
-        kept[rank] = _find_lifetimes(program, rank)
-    return kept[rank]
+    return program.once(("lifetimes", rank), lambda: _find_lifetimes(program, rank))
 
 
 def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
@@ -115,11 +112,7 @@ def working_lifetimes(program: Program, rank: int, summed: bool = False) -> list
         rank: whose values they are.
         summed: replicas sum the gradients of every stage, though the program shows one of them.
     """
-    kept: dict[tuple[int, bool], list[Lifetime]] = program.__dict__.setdefault("_working_lifetimes", {})
-    key = (rank, summed)
-    if key not in kept:
-        kept[key] = _find_working(program, rank, summed)
-    return kept[key]
+    return program.once(("working lifetimes", rank, summed), lambda: _find_working(program, rank, summed))
 
 
 def _find_working(program: Program, rank: int, summed: bool) -> list[Lifetime]:
@@ -184,7 +177,7 @@ def _sums(program: Program, rank: int) -> Iterator[Lifetime]:
     A sum after the first of an update has memory of its own for the part.
     """
     begun: dict[int, int] = {}
-    summed: set[StageAt] = set()
+    summed = set()
     for index, i in enumerate(program.ranks[rank]):
         stage = i.stage
         if i.kind == Reduction.SCATTER:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -15,6 +15,8 @@ from pipefit.ir.instruction import Indices, Instruction, StageAt
 from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.ir.spill import Spill
 from pipefit.spec.plan import COMING_AND_GOING, SHARDS, Shard
+
+T = TypeVar("T")
 
 MOST_STAGES: Final = 4096
 """Most stages, and most ranks, of a program from a file."""
@@ -90,7 +92,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         num_stages = len(placement)
         if not placement or not all(ranks and _are_distinct(ranks) for ranks in placement):
             raise ScheduleError(f"placement: every stage needs distinct ranks, got {placement}")
-        check_figures(self, ScheduleError, num_microbatches=1, num_steps=1)
+        check_figures(self, ScheduleError, num_microbatches=1, num_steps=1, shard_slots=1)
         if not self.schedule.isprintable():
             raise ScheduleError(f"schedule: expected a name that prints, got {self.schedule!r}")
         if self.tensor < 1 or (self.pieces and self.tensor == 1):
@@ -145,8 +147,6 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         if self.shard not in SHARDS:
             known = ", ".join(SHARDS)
             raise ScheduleError(f"shard: expected one of {known}, got {self.shard!r}")
-        if self.shard_slots < 1:
-            raise ScheduleError(f"shard_slots: expected at least 1, got {self.shard_slots}")
         if self.shard not in COMING_AND_GOING:
             return
         if self.weights is not WeightRule.FLUSH:
@@ -335,6 +335,14 @@ class Program(msgspec.Struct, frozen=True, dict=True):
         for rank, instructions in enumerate(self.ranks):
             for index, instruction in enumerate(instructions):
                 yield rank, index, instruction
+
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        """What follows from the program, made at its first use and kept with it."""
+        known = self.__dict__.setdefault("_known", {})
+        if key not in known:
+            known[key] = make()
+        found: T = known[key]
+        return found
 
     @cached_property
     def recomputed(self) -> frozenset[StageAt]:

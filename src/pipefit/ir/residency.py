@@ -15,7 +15,6 @@ from pipefit.ir.program import Program
 
 _WEIGHTS = Kind.WEIGHTS.value
 _WGRAD = Kind.WGRAD.value
-_Value = ValueKey
 
 
 @dataclass
@@ -31,8 +30,8 @@ class _Copies:
 
     home: dict[tuple[str, int], int] = field(default_factory=dict)
     freed: dict[tuple[str, int], int] = field(default_factory=dict)
-    fetched: dict[_Value, int] = field(default_factory=dict)
-    written: dict[_Value, int] = field(default_factory=dict)
+    fetched: dict[ValueKey, int] = field(default_factory=dict)
+    written: dict[ValueKey, int] = field(default_factory=dict)
 
     def leave(self, kind: str, stage: int, index: int) -> None:
         slot = self.home.pop((kind, stage), -1)
@@ -93,7 +92,7 @@ def _pass(program: Program, rank: int, copies: _Copies) -> tuple[dict[int, Indic
     freed = copies.freed
     fetched = copies.fetched
     written = copies.written
-    waits: dict[int, Indices] = {}
+    waits = {}
     kept = []
     for index, i in enumerate(program.ranks[rank]):
         op = i.op

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from pipefit.errors import ScheduleError
+from pipefit.errors import ScheduleError, check_figures
 from pipefit.ir.instruction import Indices
 from pipefit.ir.op import Kind
 
@@ -53,10 +53,7 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.tier not in TIERS:
             raise ScheduleError(f"spill: expected tier host or disk, got {self.tier!r}")
-        if self.weights_slots < 1:
-            raise ScheduleError(f"spill: expected at least one slot for weights, got {self.weights_slots}")
-        if self.optim_slots < 0:
-            raise ScheduleError(f"spill: expected 0 slots for the optimizer's states or more, got {self.optim_slots}")
+        check_figures(self, ScheduleError, "spill.", weights_slots=1, optim_slots=0)
         if not self.stages or any(a >= b for a, b in zip(self.stages, self.stages[1:], strict=False)):
             raise ScheduleError(f"spill: expected distinct stages in increasing order, got {self.stages}")
         if self.on_host and self.tier != "host":

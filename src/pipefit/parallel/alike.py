@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError
-from pipefit.stage.record_layout import name_of
+from pipefit.stage.record_layout import bytes_of, name_of
 
 LINE = 512  # bytes
 
@@ -64,8 +64,6 @@ class Shapes(NamedTuple):
 
 def described(batch: Any) -> str:
     """Types and shapes of the tensors of a batch, and its plain values: "float32[8, 4], int64[8]"."""
-    if isinstance(batch, Tensor):
-        return _described_leaf(batch)
     return ", ".join(map(_described_leaf, pytree.tree_leaves(batch)))
 
 
@@ -77,10 +75,7 @@ def _described_leaf(leaf: Any) -> str:
 
 def content_sum(tensor: Tensor, before: int = 0) -> int:
     """The CRC-32 of the bytes of a tensor, after some others."""
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    if content.numel():
-        return zlib.crc32(content.numpy().data, before)
-    return before
+    return zlib.crc32(bytes_of(tensor), before)
 
 
 def differences(found: Mapping[int, Mapping[str, Any]]) -> str:
@@ -125,7 +120,8 @@ def check(mine: int, line: Tensor, others: int, other: Tensor) -> None:
         DataError: they differ.
     """
     if not torch.equal(line, other):
-        (low, one), (high, two) = sorted([(mine, _text(line)), (others, _text(other))])
+        sides = sorted([(mine, _text(line)), (others, _text(other))])
+        (low, one), (high, two) = sides
         if one == two:
             before = " now, and had others before"
         else:

@@ -202,7 +202,7 @@ def shard_layers(layers: Sequence[NamedLayer], mesh: Mesh) -> None:
             f"the input whole and end with one that joins it; {layers[0].name} … {layers[-1].name} do not"
         )
     shards: dict[str, ShardSpec] = {}
-    done: set[int] = set()
+    done = set()
     for named, own in zip(layers, rules, strict=True):
         parameters = dict(named.module.named_parameters(remove_duplicate=False))
         for path, (module, rule) in own.items():

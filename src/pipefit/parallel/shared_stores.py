@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from pipefit.errors import ModelError
 from pipefit.parallel.buckets import Bucket, in_order, layout, resize, view_in
 from pipefit.parallel.sharded_weights import ShardedStore
+from pipefit.stage.record_layout import absent
 
 
 class SharedGradientsStore(ShardedStore):
@@ -150,8 +151,8 @@ class SharedWeightsStore(SharedGradientsStore):
 
     def _forget_changes(self) -> None:
         """Makes new tensors without numbers, to which nobody has written."""
-        self._trained_gone = [_without_numbers(parameter) for parameter in self._parameters]
-        self._frozen_gone = [_without_numbers(parameter) for parameter in self._frozen]
+        self._trained_gone = [absent(parameter, parameter.device) for parameter in self._parameters]
+        self._frozen_gone = [absent(parameter, parameter.device) for parameter in self._frozen]
 
     @torch.no_grad()
     def _placed(self, bucket: Bucket, parameters: Sequence[nn.Parameter]) -> Tensor:
@@ -171,7 +172,7 @@ class SharedWeightsStore(SharedGradientsStore):
                 shard[offset : offset + length] = in_order(parameter.data, form)[low : low + length]
         self._shards.append(shard)
         for parameter in members:
-            parameter.data = _without_numbers(parameter)
+            parameter.data = absent(parameter, parameter.device)
         flat = torch.empty(bucket.size, dtype=bucket.dtype, device=shard.device)
         for parameter, form, start in zip(members, forms, bucket.starts, strict=True):
             parameter.data = view_in(flat, start, form)
@@ -218,8 +219,9 @@ class SharedWeightsStore(SharedGradientsStore):
         """
         if not self._homes:
             return
-        trained = ((self._parameters[index], self._trained_gone[index]) for index in self._own)
-        if any(_is_changed(*pair) for pair in (*trained, *zip(self._frozen, self._frozen_gone, strict=True))):
+        gone = [(self._parameters[index], self._trained_gone[index]) for index in self._own]
+        gone += zip(self._frozen, self._frozen_gone, strict=True)
+        if any(_is_changed(*pair) for pair in gone):
             raise ModelError(
                 "a parameter was changed between two steps, where each replica of its stage has only a part of it "
                 '(shard="weights"), so the change would be lost: change weights with load_state_dict, or use '
@@ -302,11 +304,3 @@ def _is_changed(parameter: Tensor, gone: Tensor) -> bool:
     if gone.device.type != "cpu" or not gone.is_floating_point() or not gone.numel():
         return False
     return not math.isnan(gone.as_strided((), ()).item())
-
-
-def _without_numbers(parameter: Tensor) -> Tensor:
-    """A tensor of the shape of a weight without its memory, which reads as not a number where its type has that."""
-    value = parameter.new_zeros(())
-    if value.is_floating_point():
-        value.fill_(float("nan"))
-    return value.detach().expand(parameter.shape)

@@ -192,5 +192,6 @@ def _least(costs: list[Array], join: np.ufunc) -> list[Array]:
     nothing[-1] = 0.0
     best = [nothing]
     for cost in reversed(costs):
-        best.append(join(cost, best[-1][None, :]).min(axis=1))
+        joined = join(cost, best[-1][None, :])
+        best.append(joined.min(axis=1))
     return best[::-1]

@@ -173,7 +173,8 @@ def runs(problem: CutProblem, level: int, beyond: int, start: int, end: int, tim
         # Runs with other numbers of remaining components may be equally good; they differ only in unused components.
         children = options[stop, replicas]
         n = min(children)
-        found.append(Run(states[position], states[stop], replicas, children[n]))
+        run = Run(states[position], states[stop], replicas, children[n])
+        found.append(run)
         left = {n - replicas}
         position = stop
         remaining -= 1

@@ -10,6 +10,7 @@ on one of them. So a two-level search cannot give "15-1" on 4 × 4 devices; the 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipefit.errors import PlanError
@@ -246,18 +247,13 @@ def _with_stages(
     result: PipeDreamResult, problem: CutProblem, levels: tuple[LevelStage, ...], why: str
 ) -> PipeDreamResult:
     stages = _flatten(levels)
-    layers = problem.states.profile.layers
     in_flight = []
     needed = []
     for index, stage in enumerate(stages):
         behind = sum(after.replicas for after in stages[index:])
         count = math.ceil(behind / stage.replicas)
         in_flight.append(count)
-        held = []
-        for name in HELD:
-            figures = [getattr(layers[layer], name) for layer in stage.layers]
-            held.append(sum(figures))
-        needed.append(problem.memory.needed_bytes(count, *held))
+        needed.append(_bytes_of(problem, count, stage.layers))
     return replace(
         result,
         partition=Partition(tuple(stages)),
@@ -285,8 +281,15 @@ def _data_parallel(result: PipeDreamResult, problem: CutProblem, margin: float) 
 
 
 def _data_parallel_bytes(problem: CutProblem) -> float:
-    held = (_total(problem.states.profile, name) for name in HELD)
-    return float(problem.memory.needed_bytes(1, *held))
+    every = range(len(problem.states.profile))
+    return _bytes_of(problem, 1, every)
+
+
+def _bytes_of(problem: CutProblem, in_flight: int, layers: Sequence[int]) -> float:
+    """Bytes of a stage of some layers with this many mini-batches in flight."""
+    chosen = [problem.states.profile.layers[layer] for layer in layers]
+    held = [sum(getattr(layer, name) for layer in chosen) for name in HELD]
+    return float(problem.memory.needed_bytes(in_flight, *held))
 
 
 def _why_nothing_fits(problem: CutProblem) -> str:
@@ -295,10 +298,7 @@ def _why_nothing_fits(problem: CutProblem) -> str:
     layers = problem.states.profile.layers
     if not memory.is_limited:
         return "no partition uses every device: there are fewer layers than stages would be needed"
-    needed = []
-    for layer in layers:
-        held = [getattr(layer, name) for name in HELD]
-        needed.append(memory.needed_bytes(1, *held))
+    needed = [_bytes_of(problem, 1, [layer]) for layer in range(len(layers))]
     most = max(needed)
     largest = needed.index(most)
     every = format_bytes(_data_parallel_bytes(problem))

@@ -59,7 +59,8 @@ _AT_MOST = {"hydra", "pipedream"}
 
 def partitioner_names() -> tuple[str, ...]:
     """All names that `partition` knows, from installed packages too."""
-    return tuple(sorted({*_BUILT_IN, *(point.name for point in entry_points(group=_GROUP))}))
+    installed = {point.name for point in entry_points(group=_GROUP)}
+    return tuple(sorted(installed.union(_BUILT_IN)))
 
 
 def partition(profile: Profile, num_stages: int | None = None, method: str = "minmax", **options: Any) -> Partition:

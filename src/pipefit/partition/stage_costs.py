@@ -109,10 +109,10 @@ class CutProblem:
     @cached_property
     def held_bytes(self) -> tuple[Array, Array, Array]:
         """Arrays [a, b]: bytes of the weights that train, of the others, and saved for the backward; 0: no stage."""
-        states = self.states
-        trained, frozen, saved = map(states.between, HELD)
-        inside = states.inside
-        return np.where(inside, trained, 0.0), np.where(inside, frozen, 0.0), np.where(inside, saved, 0.0)
+        inside = self.states.inside
+        found = map(self.states.between, HELD)
+        trained, frozen, saved = (np.where(inside, held, 0.0) for held in found)
+        return trained, frozen, saved
 
     def device_s(self, beyond: NDArray[np.intp] | int, row: slice | int, columns: slice | NDArray[np.intp]) -> Array:
         """Part of `compute_s`, infinite where memory does not suffice with 1 + `beyond` mini-batches in flight.

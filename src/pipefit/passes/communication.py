@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-import msgspec
+from msgspec.structs import replace
 
 from pipefit.ir.blocking import Blocking
 from pipefit.ir.graph import Graph, graph_of_messages
@@ -41,7 +41,7 @@ def with_communication(program: Program, ahead: int = 1) -> Program:
             value = (message.kind, message.stage, message.mb)
             use = needed[target].get(value, limit)
             limit = min(limit, computes_back(own, use, ahead))
-            receive = msgspec.structs.replace(message, op=Op.RECV, peer=source)
+            receive = replace(message, op=Op.RECV, peer=source)
             posts[target][limit].insert(0, receive)
     ranks = []
     for own, after, posted in zip(program.ranks, sends, posts, strict=True):

@@ -81,7 +81,7 @@ def _reduce_ties(header: Header, rank: int, last: _Ends, added: Added) -> None:
 
 def _add_norms_and_gathers(header: Header, instructions: Instructions, added: Added) -> None:
     """Adds the norms before the first steps, and after the steps what gathers sharded weights."""
-    normed: set[int] = set()
+    normed = set()
     for index, i in enumerate(instructions):
         if header.clip and i.op in STEP_OPS and i.version not in normed:
             normed.add(i.version)

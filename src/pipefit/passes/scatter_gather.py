@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
-from pipefit.ir.instruction import Instruction, ValueKey
+from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import MESSAGE_OPS, PIECE_OF, Op
 from pipefit.ir.program import Program
 from pipefit.passes.places import entering
@@ -32,12 +32,12 @@ def with_scatter_gather(program: Program) -> Program:
     ranks = []
     for instructions in program.ranks:
         listed = []
-        arriving: set[ValueKey] = set()
+        arriving = set()
         for i in instructions:
             if i.op in MESSAGE_OPS and i.kind in PIECE_OF:
                 if i.op is Op.RECV:
                     arriving.add((i.kind, i.stage, i.mb))
-                listed.append(msgspec.structs.replace(i, kind=PIECE_OF[i.kind]))
+                listed.append(replace(i, kind=PIECE_OF[i.kind]))
                 continue
             needed = entering(i)
             if needed in arriving:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from pipefit.errors import ScheduleError
 from pipefit.ir.instruction import Indices, Instruction, Instructions, StageAt
@@ -260,7 +260,7 @@ def _parked(spill: Spill, listed: list[Instruction], found: list[Stay], prefetch
             back = max(computes_back(listed, index, _AHEAD), out)
         evict = Instruction(Op.EVICT, i.stage - 1, version=i.mb, kind=Kind.ACT.value, tier=spill.tier)
         placed.append(_Placed(out, False, index, evict))
-        placed.append(_Placed(back, True, index, msgspec.structs.replace(evict, op=Op.FETCH)))
+        placed.append(_Placed(back, True, index, replace(evict, op=Op.FETCH)))
     return placed
 
 
@@ -275,7 +275,7 @@ def _starts(
         prefetch: see `with_spilling`.
         ahead: (first visit, start) of others that come first where they are needed first.
     """
-    starts: list[int] = []
+    starts = []
     stepped = _host_steps(listed)
     start = 0
     for number, stay in enumerate(found):
@@ -337,7 +337,7 @@ def _filling(spill: Spill, kind: Kind, stay: Stay) -> list[Instruction]:
     fetch = Instruction(Op.FETCH, stay.stage, version=stay.version, kind=kind.value, tier=spill.tier, slot=stay.slot)
     if stay.gradients < 0:
         return [fetch]
-    return [fetch, msgspec.structs.replace(fetch, version=stay.gradients, kind=Kind.WGRAD.value)]
+    return [fetch, replace(fetch, version=stay.gradients, kind=Kind.WGRAD.value)]
 
 
 def _freeing(spill: Spill, kind: Kind, stay: Stay) -> list[Instruction]:
@@ -345,7 +345,7 @@ def _freeing(spill: Spill, kind: Kind, stay: Stay) -> list[Instruction]:
     evict = Instruction(Op.EVICT, stay.stage, version=stay.left, kind=kind.value, tier=spill.tier)
     result = []
     if stay.gradients_left >= 0:
-        result.append(msgspec.structs.replace(evict, version=stay.gradients_left, kind=Kind.WGRAD.value))
+        result.append(replace(evict, version=stay.gradients_left, kind=Kind.WGRAD.value))
     if stay.left != stay.version:
         result.append(evict)
     else:

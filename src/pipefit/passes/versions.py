@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from operator import attrgetter
 
-import msgspec
+from msgspec.structs import replace
 
 from pipefit.ir.instruction import Instruction, StageAt
 from pipefit.ir.op import BACKWARD_OPS, COMPUTE_OPS, Op
@@ -22,7 +22,7 @@ def with_versions(program: Program) -> Program:
         listed = list(instructions)
         for index, i in enumerate(instructions):
             if i.op in COMPUTE_OPS:
-                listed[index] = msgspec.structs.replace(i, version=versions[i.stage, i.mb])
+                listed[index] = replace(i, version=versions[i.stage, i.mb])
         ranks.append(listed)
     return program.with_ranks(ranks)
 

@@ -7,7 +7,7 @@ import time
 from operator import attrgetter
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from pipefit.errors import PlanError
 from pipefit.ir.collector import collector_paused
@@ -62,7 +62,7 @@ def plan(profile: Profile, topology: Topology, **options: Any) -> Plan:
         problem.blocking = asked.blocking
         found = search_by(asked.method, problem, space_of(problem, asked))
         made = _finish(problem, asked.method, found, _over_data_parallel(found))
-    return msgspec.structs.replace(made, plan_seconds=time.perf_counter() - started)
+    return replace(made, plan_seconds=time.perf_counter() - started)
 
 
 def _under_cap(profile: Profile, topology: Topology, cap: Cap, asked: PlanOptions) -> Plan:
@@ -102,7 +102,7 @@ def _finish(problem: Problem, method: str, found: SearchResult, over_data_parall
         host_bytes = cap.host_bytes
         if host_bytes == math.inf:
             host_bytes = None
-        spill = msgspec.structs.replace(
+        spill = replace(
             spill,
             device_bytes=cap.device_bytes,
             host_bytes=host_bytes,
@@ -111,7 +111,7 @@ def _finish(problem: Problem, method: str, found: SearchResult, over_data_parall
             binds=limit.binds,
             resident_s=found.resident_s,
         )
-    return msgspec.structs.replace(made, spill=spill, prediction=prediction, candidates=found.candidates)
+    return replace(made, spill=spill, prediction=prediction, candidates=found.candidates)
 
 
 def _over_data_parallel(found: SearchResult) -> float | None:

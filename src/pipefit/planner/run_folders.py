@@ -26,7 +26,7 @@ def run_of_folder(folder: Path) -> MeasuredRun:
     path = folder / "run.json"
     if not path.is_file():
         raise ProfileError(f"{folder}: expected the folder of a run that has ended; there is no {path.name}")
-    kept: dict[str, Any] = read_json(path, ProfileError)
+    kept = read_json(path, ProfileError)
     config = kept["config"]
     plan = Plan.load(folder / "plan.json")
     model = f"{_model_of(folder, config)},sequence_parallel={int(plan.sequence_parallel)}"
@@ -58,7 +58,7 @@ def _model_of(folder: Path, config: dict[str, Any]) -> str:
         raise ProfileError(
             f"{folder}: expected a run of --model gpt, whose costs follow from its sizes, got {config['model']}"
         )
-    sizes: dict[str, Any] = dict(_BUILT_IN)
+    sizes = dict(_BUILT_IN)
     for part in filter(None, config["option"].split(",")):
         name, _, value = part.partition("=")
         sizes[name] = value

@@ -70,7 +70,9 @@ class Frontier:
     def add(self, bound_s: float, missing: int, candidate: Config | Estimate) -> None:
         """Puts a candidate among those that wait, with the number of the step that comes next."""
         self._count += 1
-        heappush(self.waiting, (_rounded(bound_s), missing, self._count, candidate))
+        # Seconds without their last digits: sums in another order differ in these.
+        rounded_s = float(f"{bound_s:.11g}")
+        heappush(self.waiting, (rounded_s, missing, self._count, candidate))
 
     def offer(self, config: Config) -> None:
         """Takes a candidate with its bound, unless it cannot fit."""
@@ -173,11 +175,6 @@ def _config_of(candidate: Config | Estimate) -> Config:
     if isinstance(candidate, Config):
         return candidate
     return candidate.config
-
-
-def _rounded(seconds: float) -> float:
-    """Seconds without their last digits: sums in another order differ in these."""
-    return float(f"{seconds:.11g}")
 
 
 def _lacking(found: Estimate) -> tuple[bool, float, float]:

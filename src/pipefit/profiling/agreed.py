@@ -96,7 +96,7 @@ def _by_kinds(work: Workload, microbatch_sizes: Sequence[int]) -> Profile:
 
 def median_profile(profiles: Sequence[Profile]) -> Profile:
     """Combines measurements of the same layers: each figure is the median of theirs."""
-    trees: list[Any] = [msgspec.to_builtins(profile) for profile in profiles]
+    trees = [msgspec.to_builtins(profile) for profile in profiles]
 
     def middle(*figures: Any) -> Any:
         if isinstance(figures[0], float):

@@ -14,8 +14,8 @@ from functools import partial
 from types import BuiltinFunctionType
 from typing import Any
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -27,15 +27,16 @@ from pipefit.profiling.tensors import (
     batch_of,
     call_layer,
     describe,
+    graded,
     map_tensors,
     num_bytes,
     parameters_of,
     tensors_of,
 )
-from pipefit.profiling.untouched import random_state_kept
 from pipefit.spec.counted import Kernel, LayerCount
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
+from pipefit.stage.device import random_state_kept
 from pipefit.stage.payload import sent
 from pipefit.stage.replay import AttentionCores, replayed, replayed_module
 from pipefit.stage.split import NamedLayer, named_layers
@@ -103,12 +104,12 @@ def analytic_profile(
     bandwidth = device.memory_bandwidth_bytes_per_s
     optimizer_s = 0.0
     if bandwidth:
-        trained = sum(p.numel() for p in parameters_of(chain) if p.requires_grad)
+        trained = sum(map(torch.numel, graded(parameters_of(chain))))
         optimizer_s = _ADAM_BYTES * trained / bandwidth
     named = []
     for layer, cost in zip(chain, costs, strict=True):
         input_bytes = _input_bytes(layer, cost, len(chain))
-        named.append(msgspec.structs.replace(cost.layer, name=layer.name, input_bytes=input_bytes))
+        named.append(replace(cost.layer, name=layer.name, input_bytes=input_bytes))
     return Profile(
         model=model,
         microbatch_size=size,
@@ -135,7 +136,7 @@ def layer_costs(
 ) -> list[LayerCost]:
     """The cost of each layer; identical layers with inputs of one form share one object."""
     form = _form(example_input, dtype, batch_of(example_input), microbatch_size)
-    known: dict[Any, LayerCost] = {}
+    known = {}
     costs = []
     with random_state_kept(torch.device("cpu")):
         for layer in chain:
@@ -246,7 +247,7 @@ def count_layer(
     leaves = like(given)
     # A copy, which a layer may change in place, unlike a leaf of the graph.
     payload = map_tensors(lambda tensor: tensor.clone() if tensor.requires_grad else tensor, leaves)
-    inputs = [leaf for leaf in tensors_of(leaves) if leaf.requires_grad]
+    inputs = graded(tensors_of(leaves))
     seen: dict[int, Any] = {}
     cores: list[Kernel] = []
 
@@ -268,7 +269,7 @@ def count_layer(
             run(payload)
         selective_bytes = bytes_of(chosen.values())
     bare = weighed("", inputs, output, seen.values(), weights)
-    bare = msgspec.structs.replace(bare, selective_bytes=selective_bytes)
+    bare = replace(bare, selective_bytes=selective_bytes)
     counter.take()
     return LayerCount(figures_of(bare), forward, *ways, cores=tuple(cores)), output
 
@@ -280,8 +281,8 @@ def gradients_of(
 
     These are added to the gradients of the micro-batches before: two are read, and their sum is written.
     """
-    roots = [leaf for leaf in outputs if leaf.requires_grad]
-    trained = [weight for weight in weights if weight.requires_grad]
+    roots = graded(outputs)
+    trained = graded(weights)
     of_inputs = _backward(counter, roots, inputs)
     every = _backward(counter, roots, inputs + trained)
     more = Counter(every) - Counter(of_inputs)
@@ -326,5 +327,5 @@ def _loss_s(loss: Loss, output: Any, target: Any, device: Device) -> float:
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ModelError(f"the loss must give one number to differentiate, got {describe(value)}")
         forward = counter.take()
-        inputs = [leaf for leaf in tensors_of(payload) if leaf.requires_grad]
+        inputs = graded(tensors_of(payload))
         return kernels_s(device, forward + _backward(counter, [value], inputs))

@@ -27,13 +27,14 @@ from pipefit.profiling.clock import Clock, median_of
 from pipefit.profiling.optimizer import step_seconds
 from pipefit.profiling.passes import Step
 from pipefit.profiling.survey import bytes_of, saved_storages, storage_key
-from pipefit.profiling.tensors import batch_of, call_layer, map_tensors, num_bytes, placed, take, tensors_of
-from pipefit.profiling.untouched import random_state_kept, untouched
+from pipefit.profiling.tensors import batch_of, call_layer, graded, map_tensors, num_bytes, placed, take, tensors_of
+from pipefit.profiling.untouched import untouched
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.malloc import in_use
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
 from pipefit.stage.compiler import compiled_forwards
+from pipefit.stage.device import random_state_kept
 from pipefit.stage.materialise import is_meta, stand_in
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import replaced_forwards
@@ -179,7 +180,7 @@ def _seconds(
     run: _Forward, optimizer: MakeOptimizer, room_bytes: float, state_per_weight: float
 ) -> tuple[float, float, float]:
     clock = Clock(run.device)
-    weights = [parameter for parameter in run.layer.module.parameters() if parameter.requires_grad]
+    weights = graded(run.layer.module.parameters())
     for parameter in weights:
         parameter.grad = torch.zeros_like(parameter)
     layer = replace(run.layer, module=cast(torch.nn.Module, run))

@@ -14,19 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median_low
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from pipefit.errors import TopologyError
 from pipefit.profiling.clock import Clock
-from pipefit.profiling.untouched import random_state_kept
 from pipefit.runtime.collectives import exchange_in_group, meet
 from pipefit.runtime.progress import MEASURING
 from pipefit.runtime.session import Session
 from pipefit.spec.topology import Device, Level, Topology
 from pipefit.stage import accelerator
+from pipefit.stage.device import random_state_kept
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 
@@ -140,8 +140,8 @@ def with_speeds(topology: Topology, flops: Sequence[float]) -> Topology:
     """
     if max(flops) < _DIFFERENT * min(flops):
         return topology
-    devices = tuple(msgspec.structs.replace(topology.device, flops=own, efficiency=1.0) for own in flops)
-    return msgspec.structs.replace(topology, device=devices[0], devices=devices)
+    devices = tuple(replace(topology.device, flops=own, efficiency=1.0) for own in flops)
+    return replace(topology, device=devices[0], devices=devices)
 
 
 def _speeds(rank: int, per_host: int, device: torch.device) -> list[float]:
@@ -154,7 +154,7 @@ def _speeds(rank: int, per_host: int, device: torch.device) -> list[float]:
     return exchange_in_group(mine)
 
 
-def _product_flops(device: torch.device, repeats: int = 7) -> float:
+def _product_flops(device: torch.device) -> float:
     """FLOP per second in a product of matrices; of several the fastest, which no other program has disturbed."""
     if accelerator.is_accelerator(device):
         size = 4096
@@ -163,7 +163,7 @@ def _product_flops(device: torch.device, repeats: int = 7) -> float:
     with random_state_kept(device):
         matrix = torch.randn(size, size, device=device)
         clock = Clock(device)
-        seconds = [clock.seconds(lambda: torch.mm(matrix, matrix)) for _ in range(repeats)]
+        seconds = [clock.seconds(lambda: torch.mm(matrix, matrix)) for _ in range(7)]
     return 2 * size**3 / min(seconds)
 
 

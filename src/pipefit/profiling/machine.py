@@ -10,10 +10,11 @@ from typing import NamedTuple
 import torch
 
 from pipefit.profiling.clock import Clock, median_of
-from pipefit.profiling.untouched import random_state_kept, with_threads
+from pipefit.profiling.untouched import with_threads
 from pipefit.spec.host import usable_bytes
 from pipefit.spec.topology import Device
 from pipefit.stage import accelerator
+from pipefit.stage.device import random_state_kept
 
 _COPIED_BYTES = 64 * 2**20
 _KERNELS = 100

@@ -19,10 +19,11 @@ from pipefit.profiling.clock import Clock, half_interquartile_range, median_of, 
 from pipefit.profiling.optimizer import step_growth, step_seconds
 from pipefit.profiling.passes import Marked, Step
 from pipefit.profiling.survey import Weighed, survey
-from pipefit.profiling.tensors import batch_of, describe, parameters_of, placed, take
+from pipefit.profiling.tensors import batch_of, describe, graded, parameters_of, placed, take
 from pipefit.profiling.untouched import untouched, with_threads
 from pipefit.spec.profile import Layer, Profile
 from pipefit.stage import accelerator
+from pipefit.stage.record_layout import name_of
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.training import Loss, MakeOptimizer
 
@@ -108,7 +109,7 @@ def profile_layers(
         whole_bytes = 0.0
         steps_bytes = [0.0] * len(chain)
         if optimizer:
-            weights = [parameter for parameter in parameters_of(chain) if parameter.requires_grad]
+            weights = graded(parameters_of(chain))
             steps_s = partial(step_seconds, clock=clock, repeats=repeats, clips=clips, before=step.plain)
             whole_s = steps_s(weights, optimizer)
             # The step of each stage takes a fixed time, even with few weights.
@@ -250,10 +251,9 @@ def _device_of(chain: Sequence[NamedLayer], device: str | torch.device | None) -
 
 def description(device: torch.device, dtype: torch.dtype | None) -> str:
     """The kind of a device, its name, the threads that compute, and the type, in words."""
+    kind = ""
     if dtype:
-        kind = f", {str(dtype).removeprefix('torch.')}"
-    else:
-        kind = ""
+        kind = f", {name_of(dtype)}"
     if accelerator.is_accelerator(device):
         return f"{device.type}: {accelerator.name_of(device)}{kind}"
     threads = torch.get_num_threads()

@@ -10,6 +10,7 @@ from torch import nn
 from pipefit.parallel.weights import WeightStore
 from pipefit.profiling.clock import Clock, median_of
 from pipefit.profiling.live_bytes import Growth, LiveBytes
+from pipefit.profiling.tensors import graded
 from pipefit.stage.optimizing import optimizer_like
 from pipefit.stage.training import MakeOptimizer
 
@@ -72,6 +73,6 @@ def step_growth(
     parameters: Iterable[nn.Parameter], optimizer: MakeOptimizer, clips: bool, device: torch.device
 ) -> float:
     """The most bytes by which memory grows in a step on copies of the parameters that train; see `step_seconds`."""
-    weights = [parameter for parameter in parameters if parameter.requires_grad]
+    weights = graded(parameters)
     with LiveBytes(device.type) as count:
         return step_seconds(weights, optimizer, Growth(count, device), 1, clips=clips)

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipefit.errors import ModelError
 from pipefit.profiling.clock import Clock
 from pipefit.profiling.live_bytes import Growth, LiveBytes
-from pipefit.profiling.tensors import cut_off, describe, map_tensors, parameters_of, tensors_of
+from pipefit.profiling.tensors import cut_off, describe, graded, map_tensors, parameters_of, tensors_of
 from pipefit.runtime.halves import Saved, input_half, weight_half
 from pipefit.stage.replay import AttentionCores
 from pipefit.stage.split import NamedLayer
@@ -114,10 +114,10 @@ class Step:
         for layer in self.chain:
             payload = map_tensors(cut_off, payload)
             # Edges of the graph as it is now: the layer may change its input in place.
-            inputs = [get_gradient_edge(leaf) for leaf in tensors_of(payload) if leaf.requires_grad]
+            inputs = list(map(get_gradient_edge, graded(tensors_of(payload))))
             payload = layer.module(payload)
-            outputs = [leaf for leaf in tensors_of(payload) if leaf.requires_grad]
-            given = Saved(inputs, [get_gradient_edge(leaf) for leaf in outputs])
+            outputs = graded(tensors_of(payload))
+            given = Saved(inputs, list(map(get_gradient_edge, outputs)))
             borders.append((given, [torch.ones_like(leaf) for leaf in outputs]))
         del payload, outputs
         marks = []
@@ -140,7 +140,7 @@ class Step:
     def _roots(self, output: Any) -> tuple[list[Tensor], list[Tensor | None]]:
         """The roots of the backward pass and their gradients; nothing where nothing is trained."""
         if self.loss is None:
-            roots = [leaf for leaf in tensors_of(output) if leaf.requires_grad]
+            roots = graded(tensors_of(output))
             return roots, [torch.ones_like(root) for root in roots]
         try:
             value, _ = with_metrics(self.loss(output, self.target))

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from pipefit.errors import ModelError
-from pipefit.profiling.tensors import call_layer, num_bytes, tensors_of
+from pipefit.profiling.tensors import call_layer, graded, num_bytes, tensors_of
 from pipefit.runtime.halves import Saved, input_half
 from pipefit.spec.profile import Layer
 from pipefit.stage.payload import sent
@@ -53,7 +53,7 @@ def survey(chain: Sequence[NamedLayer], payload: Any) -> list[Weighed]:
         weights = list(layer.module.parameters())
         before = dict(seen)
         cores = 0
-        inputs = [leaf for leaf in tensors_of(payload) if leaf.requires_grad]
+        inputs = graded(tensors_of(payload))
         input_bytes = num_bytes(tensors_of(sent(payload)))
 
         def counted(core: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -68,13 +68,13 @@ def survey(chain: Sequence[NamedLayer], payload: Any) -> list[Weighed]:
         saved = list(seen.values())[len(before) :]
         made = weighed(layer.name, inputs, payload, saved, weights)
         if replayed_module(layer, len(chain)) is not None:
-            made = msgspec.structs.replace(made, input_bytes=input_bytes)
+            made = replace(made, input_bytes=input_bytes)
         if cores:
             chosen = dict(before)
             with saved_storages(chosen, persistent), AttentionCores():
                 call_layer(layer.name, layer.module, given)
             kept = list(chosen.values())[len(before) :]
-            made = msgspec.structs.replace(made, selective_bytes=bytes_of(kept))
+            made = replace(made, selective_bytes=bytes_of(kept))
         found.append(Weighed(made, bool(inputs), learns, cores > 0))
     return found
 
@@ -90,9 +90,9 @@ def weighed(name: str, inputs: list[Tensor], output: Any, saved: Iterable[Any], 
         weights: parameters, frozen ones too, which do not need a gradient; one that is tied inside the layer once.
     """
     leaves = tensors_of(sent(output))
-    graded = [leaf for leaf in leaves if leaf.requires_grad]
+    learned = graded(leaves)
     output_bytes = num_bytes(leaves)
-    grad_bytes = num_bytes(graded)
+    grad_bytes = num_bytes(learned)
     return Layer(
         name,
         forward_s=0.0,
@@ -102,8 +102,8 @@ def weighed(name: str, inputs: list[Tensor], output: Any, saved: Iterable[Any], 
         saved_bytes=bytes_of(saved),
         weight_bytes=num_bytes(weights),
         grad_bytes=None if grad_bytes == output_bytes else grad_bytes,
-        half_bytes=_half_bytes(inputs, graded),
-        trained_bytes=num_bytes(weight for weight in weights if weight.requires_grad),
+        half_bytes=_half_bytes(inputs, learned),
+        trained_bytes=num_bytes(graded(weights)),
     )
 
 

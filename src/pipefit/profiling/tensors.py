@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError, ModelError
+from pipefit.stage.record_layout import name_of
 from pipefit.stage.split import NamedLayer, joined
+
+T = TypeVar("T", bound=Tensor)
 
 
 def tensors_of(payload: Any) -> list[Tensor]:
     """The tensors of a payload, in order."""
     return [leaf for leaf in pytree.tree_leaves(payload) if isinstance(leaf, Tensor)]
+
+
+def graded(tensors: Iterable[T]) -> list[T]:
+    """Those of some tensors that have gradients."""
+    return [tensor for tensor in tensors if tensor.requires_grad]
 
 
 def parameters_of(layers: Iterable[NamedLayer]) -> list[nn.Parameter]:
@@ -35,7 +43,7 @@ def cut_off(tensor: Tensor) -> Tensor:
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the elements, as they would travel."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def batch_of(payload: Any) -> int:
@@ -90,5 +98,5 @@ def describe(payload: Any) -> str:
     >>> describe((torch.zeros(2, 3), torch.zeros(4, dtype=torch.int64)))
     'float32 (2, 3), int64 (4,)'
     """
-    parts = [f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in tensors_of(payload)]
+    parts = [f"{name_of(t.dtype)} {tuple(t.shape)}" for t in tensors_of(payload)]
     return ", ".join(parts) or "no tensor"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 
 from pipefit.ir.collector import collector_paused
 from pipefit.profiling.tensors import placed
-from pipefit.stage.accelerator import is_accelerator
+from pipefit.stage.device import random_state_kept
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import in_mode
 
@@ -48,28 +46,6 @@ def untouched(chain: Sequence[NamedLayer], device: torch.device, dtype: torch.dt
             for module, kept in buffers:
                 module._buffers.clear()
                 module._buffers.update(kept)
-
-
-@contextmanager
-def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Restores every generator afterwards: Python's, numpy's when it is loaded, torch's on the CPU and `device`."""
-    python = random.getstate()
-    numpy = sys.modules.get("numpy")
-    if numpy:
-        numpy_state = numpy.random.get_state()
-    else:
-        numpy_state = None
-    if is_accelerator(device):
-        devices = [device]
-    else:
-        devices = []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(python)
-        if numpy:
-            numpy.random.set_state(numpy_state)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-import msgspec
+from msgspec.structs import replace
 
 from pipefit.ir.instruction import fwd
 from pipefit.ir.program import Header, Program, WeightRule
@@ -14,7 +14,7 @@ from pipefit.passes.build import build
 @functools.lru_cache(maxsize=32)
 def forward_only(header: Header, num_microbatches: int) -> Program:
     """A program of every micro-batch through every stage once, with the newest weights and without training."""
-    header = msgspec.structs.replace(
+    header = replace(
         header,
         schedule="forward",
         num_microbatches=num_microbatches,

@@ -9,6 +9,8 @@ import re
 import stat
 import tempfile
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -44,8 +46,15 @@ def decode(noun: str, data: object, kind: type[T], error: type[PipefitError], wh
         raise error(f"{where}: expected a JSON object with format pipefit.{noun}/1, got {type(data).__name__}")
     check_format(noun, data.get("format"), error, where)
     body = {key: item for key, item in data.items() if key != "format"}
-    try:
+    with as_mistakes(error, where):
         return msgspec.convert(body, kind)
+
+
+@contextmanager
+def as_mistakes(error: type[PipefitError], where: str) -> Iterator[None]:
+    """The context in which what is wrong with data is a user's error of kind `error`, with its file and its place."""
+    try:
+        yield
     except (msgspec.ValidationError, PipefitError) as problem:
         raise error(f"{where}: {said(problem)}") from None
 

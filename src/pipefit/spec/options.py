@@ -395,7 +395,7 @@ def from_flat(kind: type[Group], values: Mapping[str, Any], usual: Group | None 
 
 
 def _with_values(group: Group, values: Mapping[str, Any]) -> Group:
-    changes: dict[str, Any] = {}
+    changes = {}
     groups = groups_of(type(group))
     for one in fields(group):  # type: ignore[arg-type]
         if one.metadata.get("hidden"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Final, Literal, get_args
 
@@ -138,9 +139,8 @@ class Partition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"layer counts {list(counts)} add up to {sum(counts)}, but the model has {num_layers} layers: "
                 "a layer would be lost or given twice"
             )
-        starts = [sum(counts[:index]) for index in range(len(counts))]
-        stages = (StageSpec(tuple(range(start, start + count))) for start, count in zip(starts, counts, strict=True))
-        return cls(tuple(stages))
+        borders = accumulate(counts, initial=0)
+        return cls(tuple(StageSpec(tuple(range(start, end))) for start, end in pairwise(borders)))
 
     def num_frozen(self, trains: Callable[[int], bool]) -> int:
         """How many stages at the beginning have no layer that trains; the last, which has the loss, never counts.

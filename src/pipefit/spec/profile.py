@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from pipefit.errors import ProfileError, check_figures
 from pipefit.spec.arguments import check_fields, checked
@@ -88,15 +89,15 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             again_s = self.forward_s
         else:
             again_s = self.attention_s
-        made = msgspec.structs.replace(self, backward_input_s=self.backward_input_s + again_s, saved_bytes=kept)
+        made = replace(self, backward_input_s=self.backward_input_s + again_s, saved_bytes=kept)
         if self.first_work_bytes is None or self.backward_work_bytes is None:
             return made
         again_bytes = self.saved_bytes
         if recompute == "layer":
-            made = msgspec.structs.replace(made, forward_work_bytes=self.bare_work_bytes)
+            made = replace(made, forward_work_bytes=self.bare_work_bytes)
         else:
             again_bytes = max(self.saved_bytes - kept, 0.0)
-        return msgspec.structs.replace(
+        return replace(
             made,
             backward_work_bytes=again_bytes + self.backward_work_bytes,
             first_work_bytes=again_bytes + self.first_work_bytes,
@@ -260,7 +261,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         """The profile with `Layer.replaying` of every layer; for "none" and "stage" it stays as it is."""
         if recompute not in INSIDE:
             return self
-        return msgspec.structs.replace(self, layers=tuple(layer.replaying(recompute) for layer in self.layers))
+        return replace(self, layers=tuple(layer.replaying(recompute) for layer in self.layers))
 
     @cached_property
     def knows_work(self) -> bool:
@@ -315,7 +316,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
 
     def with_others(self, others: Iterable[Profile]) -> Profile:
         """This profile with those of other micro-batch sizes attached, by size."""
-        return msgspec.structs.replace(self, others=tuple(sorted(others, key=lambda other: other.microbatch_size)))
+        return replace(self, others=tuple(sorted(others, key=lambda other: other.microbatch_size)))
 
     def at(self, microbatch_size: int) -> Profile:
         """The profile at a micro-batch size: as measured, else on the line through the two nearest sizes.
@@ -334,7 +335,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
             raise ProfileError(f"microbatch_size: expected at least 1, got {microbatch_size}")
         known = {profile.microbatch_size: profile for profile in (self, *self.others)}
         if microbatch_size in known:
-            return msgspec.structs.replace(known[microbatch_size], others=())
+            return replace(known[microbatch_size], others=())
         sizes = sorted(known)
         if len(sizes) == 1:
             return _blend(self, None, microbatch_size / self.microbatch_size, microbatch_size)
@@ -385,16 +386,16 @@ def _blend(high: Profile, low: Profile | None, share: float, microbatch_size: in
             grad_bytes = other.output_bytes
         else:
             grad_bytes = other.grad_bytes
-        other = msgspec.structs.replace(other, grad_bytes=grad_bytes, half_bytes=other.kept_bytes)
+        other = replace(other, grad_bytes=grad_bytes, half_bytes=other.kept_bytes)
         known = [name for name in (*_SCALED, *_UNKNOWN) if getattr(layer, name) is not None]
         figures = {name: mix(getattr(layer, name), getattr(other, name)) for name in known}
-        layers.append(msgspec.structs.replace(layer, **figures))
+        layers.append(replace(layer, **figures))
     step_s = None
     if high.step_s is not None and low is None:
         step_s = mix(high.step_s, 0.0)
     elif high.step_s is not None and low is not None and low.step_s is not None:
         step_s = mix(high.step_s, low.step_s)
-    return msgspec.structs.replace(
+    return replace(
         high,
         microbatch_size=microbatch_size,
         layers=tuple(layers),

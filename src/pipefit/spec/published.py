@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from pipefit.errors import ProfileError, nearest
-from pipefit.spec.files import decode, read_json, said
+from pipefit.spec.files import as_mistakes, decode, read_json
 from pipefit.spec.profile import Layer, Profile, check_finite
 
 _FOLDER = Path(__file__).resolve().parent.parent / "profiles_published"
@@ -84,10 +84,8 @@ def from_published(data: dict[str, Any], where: str = "profile") -> Profile:
     Raises:
         ProfileError: with `where` and the path inside the data; for a cycle, with a node on it.
     """
-    try:
+    with as_mistakes(ProfileError, where):
         graph = msgspec.convert(data, _Graph)
-    except msgspec.ValidationError as problem:
-        raise ProfileError(f"{where}: {said(problem)}") from None
     index_of = _check(graph, where)
     edges = [(index_of[tail], index_of[head]) for tail, head in graph.edges]
     tails = {tail for tail, _ in edges}
@@ -97,10 +95,8 @@ def from_published(data: dict[str, Any], where: str = "profile") -> Profile:
     place = {old: new for new, old in enumerate(kept)}
     layers = tuple(_layer(graph.nodes[i], is_source=i not in heads) for i in kept)
     links = sorted({(place[tail], place[head]) for tail, head in edges if head in place})
-    try:
+    with as_mistakes(ProfileError, where):
         return Profile(graph.model, graph.batch_size, layers, tuple(links), "as published", graph.source)
-    except ProfileError as problem:
-        raise ProfileError(f"{where}: {problem}") from None
 
 
 def _check(graph: _Graph, where: str) -> dict[str, int]:

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import msgspec
 
-from pipefit.errors import ABOVE_0, PipefitError, TopologyError, check_figures
+from pipefit.errors import ABOVE_0, TopologyError, check_figures
 from pipefit.spec.arguments import check_fields, checked
-from pipefit.spec.files import check_format, parse_toml, read_text, said, write_atomically
+from pipefit.spec.files import as_mistakes, check_format, parse_toml, read_text, write_atomically
 from pipefit.units import parse_quantity
 
 MOST_DEVICES: Final = 1_000_000
@@ -134,8 +134,15 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not self.levels:
             raise TopologyError("levels: expected at least one level with its width, got none: there is no device")
         for index, level in enumerate(self.levels):
-            least = {"width": 1, "bandwidth_bytes_per_s": ABOVE_0, "latency_s": 0, "cores": ABOVE_0}
-            check_figures(level, TopologyError, f"levels[{index}].", **least)
+            check_figures(
+                level,
+                TopologyError,
+                f"levels[{index}].",
+                width=1,
+                bandwidth_bytes_per_s=ABOVE_0,
+                latency_s=0,
+                cores=ABOVE_0,
+            )
         if self.num_devices > MOST_DEVICES:
             raise TopologyError(f"levels: {self.num_devices:,} devices are too many: expected at most {MOST_DEVICES:,}")
         if self.devices and len(self.devices) != self.num_devices:
@@ -143,15 +150,21 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"devices: expected {self.num_devices} (the product of the widths), got {len(self.devices)}"
             )
         for place, device in [("device", self.device), *((f"devices[{i}]", d) for i, d in enumerate(self.devices))]:
-            least = {
-                "memory_bytes": ABOVE_0,
-                "flops": 0,
-                "fp8_flops": 0,
-                "memory_bandwidth_bytes_per_s": 0,
-                "efficiency": ABOVE_0,
-            }
-            least |= {"cores": 0, "cache_bandwidth_bytes_per_s": 0, "kernel_s": 0, "random_rate": 0, "spread": 0}
-            check_figures(device, TopologyError, f"{place}.", **least)
+            check_figures(
+                device,
+                TopologyError,
+                f"{place}.",
+                memory_bytes=ABOVE_0,
+                flops=0,
+                fp8_flops=0,
+                memory_bandwidth_bytes_per_s=0,
+                efficiency=ABOVE_0,
+                cores=0,
+                cache_bandwidth_bytes_per_s=0,
+                kernel_s=0,
+                random_rate=0,
+                spread=0,
+            )
             if min(device.tile) < 1:
                 raise TopologyError(f"{place}.tile: expected two sizes of at least 1, got {device.tile}")
             if device.efficiency > 1:
@@ -254,10 +267,8 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         data = parse_toml(text, TopologyError, where)
         check_format("topology", data.pop("format", None), TopologyError, where)
-        try:
+        with as_mistakes(TopologyError, where):
             return msgspec.convert(_with_units(data, ""), cls)
-        except (msgspec.ValidationError, PipefitError) as problem:
-            raise TopologyError(f"{where}: {said(problem)}") from None
 
     @classmethod
     @checked()

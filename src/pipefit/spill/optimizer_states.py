@@ -47,16 +47,6 @@ class StateRules(NamedTuple):
     numbers: Mapping[str, Tensor] = MappingProxyType({})
 
 
-def state_rules(make: MakeOptimizer, device: torch.device) -> StateRules:
-    """The rules of an optimizer, found by trial.
-
-    Args:
-        make: the optimizer of some parameters.
-        device: of the parameters.
-    """
-    return StateRules(is_zero_at_first(make), numbers_outside(make, device))
-
-
 def probe_states(make: MakeOptimizer, parameters: Sequence[Tensor], device: torch.device) -> list[StateSpec]:
     """The tensors that an optimizer will keep on the parameters' device, found by one step of stand-ins.
 

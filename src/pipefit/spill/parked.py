@@ -111,7 +111,7 @@ class ParkedTensors:
 
     def describe(self) -> list[Any]:
         """JSON data from which `restore` finds all tensors again, in another process with the same tier."""
-        rows: list[Any] = []
+        rows = []
         for key, size in self._sizes.items():
             fields, version = self._waiting.get(key, ((), None))
             plain = [[start, list(shape), name_of(dtype), stride] for start, shape, dtype, stride in fields]

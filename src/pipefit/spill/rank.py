@@ -17,7 +17,7 @@ from pipefit.ir.spill import SLOTTED, Spill
 from pipefit.spec.options import Spilled
 from pipefit.spill.arena import Arena
 from pipefit.spill.lanes import Copy
-from pipefit.spill.optimizer_states import StateRules, state_rules
+from pipefit.spill.optimizer_states import StateRules, is_zero_at_first, numbers_outside
 from pipefit.spill.parked import ParkedTensors
 from pipefit.spill.stage_store import SpilledStore
 from pipefit.spill.tier_file import Commit
@@ -149,7 +149,7 @@ class Spilling:
         shared = shared_parameters(stages.layers, stages.ties)
         rules = StateRules()
         if spill.optim_slots:
-            rules = state_rules(training.optimizer, device)
+            rules = StateRules(is_zero_at_first(training.optimizer), numbers_outside(training.optimizer, device))
         stores = {
             stage: SpilledStore(stage, own, shared, training, header, rules, device) for stage, own in layers.items()
         }

@@ -119,8 +119,7 @@ def generator_of(device: torch.device) -> torch.Generator:
     generators = getattr(torch.get_device_module(device), "default_generators", ())
     if not generators:
         raise PipefitError(f"device {device}: torch offers no generator of its random numbers; train on the CPU")
-    found: torch.Generator = generators[device.index or 0]
-    return found
+    return generators[device.index or 0]
 
 
 def allow_tf32(device: torch.device) -> None:
@@ -152,8 +151,7 @@ def on_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
     """The context in which this thread's work goes to a stream, whose device is the current one."""
     if stream.device.type == "cuda":
         return torch.cuda.stream(stream)
-    entered: contextlib.AbstractContextManager[Any] = stream
-    return entered
+    return stream
 
 
 def current_stream(device: torch.device) -> Any:
@@ -215,9 +213,7 @@ def pinned_copy(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory()
 
 
-@functools.cache
-def _stream_of_copies(device: torch.device) -> Any:
-    return new_stream(device)
+_stream_of_copies = functools.cache(new_stream)
 
 
 def copied(tensor: Tensor, device: torch.device) -> Tensor:

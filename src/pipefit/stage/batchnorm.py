@@ -96,7 +96,7 @@ class RunningAverages:
             mean: copy of the running mean.
             var: copy of the running variance.
         """
-        buffers: dict[str, Any] = self.module._buffers
+        buffers = self.module._buffers
         self._fresh = []
         self._mean = mean
         self._var = var
@@ -112,7 +112,7 @@ class RunningAverages:
 
     def restore(self) -> dict[str, Any]:
         """Restores the buffers; returns those that the forward wrote itself, as it left them."""
-        buffers: dict[str, Any] = self.module._buffers
+        buffers = self.module._buffers
         written = {name: buffers[name] for name in self._real if self._is_changed(name, buffers[name])}
         buffers.update(self._real)
         del self.module.__dict__["_averages"]
@@ -312,7 +312,7 @@ def normalised(
         share: weight of the statistics in the new averages; None: by the module's `momentum`.
         eps: added to the variance.
     """
-    averages = _averages_of(module)
+    averages = module.__dict__.get("_averages")
     if averages is not None:
         return averages.normalise(x, weight, bias, share, eps)
     assert isinstance(module, _BatchNorm)
@@ -327,12 +327,6 @@ def normalised(
         else:
             share = 1.0 / float(counter)
     return F.batch_norm(x, module.running_mean, module.running_var, weight, bias, True, share, eps)
-
-
-def _averages_of(module: nn.Module) -> RunningAverages | None:
-    """The running averages of a batch norm in a stage's forward; None: it is something else, or elsewhere."""
-    found: RunningAverages | None = module.__dict__.get("_averages")
-    return found
 
 
 class _Watched(Tensor):
@@ -351,8 +345,7 @@ class _Watched(Tensor):
 
     def now(self) -> _Watched:
         """The copy of the forward that runs: a replay of a graph is given those of the first run."""
-        current: _Watched = self.averages.placed[self.buffer]
-        return current
+        return self.averages.placed[self.buffer]
 
     @classmethod
     def __torch_function__(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,6 +74,28 @@ def _own(device: torch.device) -> torch.device:
             f"on this machine, where torch sees {count}; start {count}, or train on the CPU (device cpu)"
         )
     return torch.device(device.type, index)
+
+
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Restores every generator afterwards: Python's, numpy's when it is loaded, torch's on the CPU and `device`."""
+    python = random.getstate()
+    numpy = sys.modules.get("numpy")
+    if numpy:
+        numpy_state = numpy.random.get_state()
+    else:
+        numpy_state = None
+    if accelerator.is_accelerator(device):
+        devices = [device]
+    else:
+        devices = []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(numpy_state)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,8 +87,8 @@ def stand_in(
 
 def _like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
     """A parameter with other data, and with the attributes and the hooks that the user has given to this one."""
-    made: Any = nn.Parameter(data, parameter.requires_grad)
-    before: Any = parameter
+    made = nn.Parameter(data, parameter.requires_grad)
+    before = parameter
     made.__dict__.update(before.__dict__)
     made._backward_hooks = before._backward_hooks
     made._post_accumulate_grad_hooks = before._post_accumulate_grad_hooks
@@ -149,7 +148,7 @@ def forget_others(layers: Sequence[NamedLayer], held: set[int]) -> None:
     for module in joined(layers).modules():
         kept |= {id(module._buffers[name]) for name in module._non_persistent_buffers_set}
     for layer in layers:
-        everywhere: Any = getattr(layer.module, "everywhere", None)
+        everywhere = getattr(layer.module, "everywhere", None)
         if everywhere is not None:
             kept |= {id(buffer) for buffer in everywhere()}
 
@@ -175,8 +174,7 @@ def initialise(layers: Sequence[NamedLayer], seed: int, own: InitialiseLayer | N
     Raises:
         ModelError: a module has weights but no `reset_parameters`.
     """
-    generator = torch.random.get_rng_state()
-    try:
+    with torch.random.fork_rng(devices=[]):
         for layer in layers:
             torch.manual_seed(layer_seed(seed, _INITIALISATION, layer.index))
             for name, module in layer.module.named_modules(prefix=layer.prefix):
@@ -191,8 +189,6 @@ def initialise(layers: Sequence[NamedLayer], seed: int, own: InitialiseLayer | N
                 reset()
             if own is not None:
                 own(layer.prefix, layer.module)
-    finally:
-        torch.random.set_rng_state(generator)
 
 
 def materialise(

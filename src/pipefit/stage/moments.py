@@ -57,5 +57,4 @@ class Moments:
         if isinstance(mark, float):
             return mark
         mark.reached.synchronize()
-        elapsed_ms: float = self._start.elapsed_time(mark.reached)
-        return self._start_s + elapsed_ms * 1e-3
+        return self._start_s + self._start.elapsed_time(mark.reached) * 1e-3

@@ -90,15 +90,15 @@ def flatten_any(payload: Any, where: str) -> tuple[list[Tensor], Structure | Res
         ) from problem
 
 
-def leaves_of(payload: Any, where: str) -> list[Any]:
-    """The leaves of a payload; where it holds objects of other classes, the tensors in all of it.
+def leaves_of(output: Any) -> list[Any]:
+    """The leaves of a model's output; where it holds objects of other classes, the tensors in all of it.
 
     Raises:
         ModelError: an object cannot be opened.
     """
-    if _is_known(payload):
-        return pytree.tree_leaves(payload)
-    return flatten_any(payload, where)[0]
+    if _is_known(output):
+        return pytree.tree_leaves(output)
+    return flatten_any(output, "the output of the model")[0]
 
 
 def flatten(payload: Any, where: str = "a payload") -> tuple[list[Tensor], Structure]:
@@ -130,7 +130,7 @@ def unflatten(leaves: list[Tensor], structure: Structure | Rest) -> Any:
         return structure.closed(leaves)
     if structure is _LEAF:
         return leaves[0]
-    whole: list[Any] = list(leaves)
+    whole = list(leaves)
     for position, value in structure.plain:
         whole.insert(position, value)
     return pytree.tree_unflatten(whole, structure.tree)

@@ -75,8 +75,8 @@ def scale_versions(program: Program) -> tuple[int, ...]:
     The scale of an update's loss may depend only on these: it is then the same on every rank, and known to the last
     stage. An update that uses the weights of version v comes after the decision of update v − 1.
     """
-    kept: tuple[int, ...] | None = program.__dict__.get("_scale_versions")
-    if kept is None:
+
+    def found() -> tuple[int, ...]:
         header = program.header
         last = header.last_stage
         known = list(range(header.num_updates(last)))
@@ -84,8 +84,9 @@ def scale_versions(program: Program) -> tuple[int, ...]:
             if i.op is Op.FWD and i.stage == last:
                 update = header.update_of(last, i.mb)
                 known[update] = min(known[update], i.version)
-        kept = program.__dict__["_scale_versions"] = tuple(known)
-    return kept
+        return tuple(known)
+
+    return program.once("scale versions", found)
 
 
 @dataclass

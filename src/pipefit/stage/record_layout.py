@@ -80,6 +80,14 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, on the host, contiguous."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    if flat.numel():
+        return flat.view(torch.uint8).numpy().data
+    return memoryview(b"")
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Returns whether it has neither gaps nor overlaps in memory, in any order of its dimensions."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
@@ -90,10 +98,13 @@ def laid_out_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(padded(tensor.nbytes, _GRAIN) for tensor in tensors)
 
 
-def absent(field: Field, device: torch.device) -> Tensor:
-    """A stand-in for a tensor that is on another tier: its shape and type, without memory; reading it gives NaN."""
-    if field.dtype.is_floating_point or field.dtype.is_complex:
-        fill = float("nan")
-    else:
-        fill = 0
-    return torch.full((), fill, dtype=field.dtype, device=device).expand(field.shape)
+def nan_of(dtype: torch.dtype) -> float:
+    """Not a number; 0 of a type that has none."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 0
+
+
+def absent(like: Field | Tensor, device: torch.device) -> Tensor:
+    """A stand-in for a tensor that is elsewhere: its shape and type, without memory; reading it gives NaN."""
+    return torch.full((), nan_of(like.dtype), dtype=like.dtype, device=device).expand(like.shape)

@@ -269,7 +269,7 @@ class Stage:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All parameters under the user's names, each once."""
-        seen: set[int] = set()
+        seen = set()
         for layer in self.layers:
             for name, parameter in layer.module.named_parameters(prefix=layer.prefix):
                 if id(parameter) not in seen:

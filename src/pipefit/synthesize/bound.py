@@ -24,9 +24,13 @@ def bound_s(problem: OrderProblem) -> float:
     """
     count = problem.header.num_stages
     num_microbatches = problem.num_microbatches
-    inputs = range(INPUT * count, (INPUT + 1) * count)
-    weights = range(WEIGHT * count, (WEIGHT + 1) * count)
-    wholes = range(BACKWARD * count, (BACKWARD + 1) * count)
+
+    def steps(kind: int) -> range:
+        return range(kind * count, (kind + 1) * count)
+
+    inputs = steps(INPUT)
+    weights = steps(WEIGHT)
+    wholes = steps(BACKWARD)
     seconds = list(problem.seconds)
     # A backward that stays whole may take less than its two halves.
     for first, second, whole in zip(inputs, weights, wholes, strict=True):

@@ -20,6 +20,7 @@ from pipefit.synthesize.bound import bound_s
 from pipefit.synthesize.order_problem import BACKWARD, INPUT, WEIGHT, Limit, Order, OrderProblem
 from pipefit.synthesize.walk import EQUAL, Walk, with_whole_backwards
 from pipefit.verify import verify
+from pipefit.verify.memory_rules import for_each_rank
 
 NAME = "synthesized"
 
@@ -112,8 +113,11 @@ def synthesize(
     if layout_of(header.placement) is None:
         raise ScheduleError("expected one rank per stage, in a loop or a wave; copies of a pipeline follow one order")
     cost = cost or unit(header, 1, 2)
-    counts = _each("in_flight", in_flight, header, 1)
-    capacities = _each("capacity_bytes", capacity_bytes, header, 0)
+    counts = capacities = None
+    if in_flight is not None:
+        counts = for_each_rank("in_flight", in_flight, header.num_ranks, 1)
+    if capacity_bytes is not None:
+        capacities = for_each_rank("capacity_bytes", capacity_bytes, header.num_ranks, 0)
     limit = Limit(counts, capacities)
     one_by_one = _one_by_one(header)
     rivals = [program for program in _built_in(header) if split or not _has_halves(program)]
@@ -167,21 +171,6 @@ def _makespan_s(program: Program, cost: CostModel) -> float:
     """The makespan as `pipefit simulate` gives it: links of a topology are shared, and sends wait for receives."""
     real = cost.topology is not None
     return simulate(program, cost, contention=real, rendezvous=real, memory=False).makespan_s
-
-
-def _each(name: str, given: float | Sequence[float] | None, header: Header, least: float) -> tuple[float, ...] | None:
-    if given is None:
-        return None
-    count = header.num_ranks
-    if isinstance(given, int | float):
-        values = (given,) * count
-    else:
-        values = tuple(given)
-    if len(values) != count or not all(value >= least for value in values):
-        raise ScheduleError(
-            f"{name}: expected one figure of at least {least}, or one for each of {count} ranks, got {given}"
-        )
-    return values
 
 
 def _built_in(header: Header) -> Iterator[Program]:

@@ -143,9 +143,9 @@ def _last_gradients(s: Subject) -> Places:
     """The last instruction that adds to a gradient, by rank, stage and update."""
     found: Places = defaultdict(int)
     for stage, mb, number in s.each(*WEIGHT_GRADIENT_OPS):
-        rank = s.graph.ranks[number]
         update = s.header.update_of(stage, mb)
-        found[rank, stage, update] = max(found[rank, stage, update], number)
+        key = s.graph.ranks[number], stage, update
+        found[key] = max(found[key], number)
     return found
 
 

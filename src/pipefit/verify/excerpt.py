@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipefit.ir.instruction import Instruction, Instructions
+from pipefit.ir.instruction import Instruction, Instructions, arrow
 from pipefit.ir.op import MESSAGE_OPS, OP_SPEC, Op, Reduction
 from pipefit.units import columns
 
@@ -30,11 +30,8 @@ def cell(i: Instruction) -> str:
     ('S2w1', 'sum2w1')
     """
     if i.op in MESSAGE_OPS:
-        if i.op is Op.SEND:
-            arrow = ">"
-        else:
-            arrow = "<"
-        return f"{i.kind}{i.stage}.{i.mb}{arrow}{i.peer}"
+        way = arrow(i.op)
+        return f"{i.kind}{i.stage}.{i.mb}{way}{i.peer}"
     if i.op is Op.LOSS:
         return f"loss.{i.mb}"
     if i.op is Op.REDUCE:

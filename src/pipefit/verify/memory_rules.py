@@ -11,23 +11,21 @@ from pipefit.units import format_bytes
 from pipefit.verify.subject import Finding, Findings, Subject
 
 
-def capacities(capacity_bytes: float | Sequence[float], num_ranks: int) -> list[float]:
-    """A capacity for each rank.
+def for_each_rank(name: str, given: float | Sequence[float], num_ranks: int, least: float) -> tuple[float, ...]:
+    """A figure for each rank, from one for all or from as many.
 
     Raises:
-        PipefitError: a wrong number of capacities, or a negative one.
+        PipefitError: a wrong number of figures, or one that is too small.
     """
-    if isinstance(capacity_bytes, int | float):
-        given = [float(capacity_bytes)] * num_ranks
+    if isinstance(given, int | float):
+        figures = (float(given),) * num_ranks
     else:
-        given = list(capacity_bytes)
-    if len(given) != num_ranks:
-        raise PipefitError(
-            f"capacity_bytes: expected one number or one for each of {num_ranks} ranks, got {len(given)}"
-        )
-    if any(not capacity >= 0 for capacity in given):
-        raise PipefitError(f"capacity_bytes: expected numbers of at least 0, got {given}")
-    return given
+        figures = tuple(given)
+    if len(figures) != num_ranks:
+        raise PipefitError(f"{name}: expected one figure or one for each of {num_ranks} ranks, got {len(figures)}")
+    if not all(figure >= least for figure in figures):
+        raise PipefitError(f"{name}: expected one figure of at least {least}, or one for each rank, got {given}")
+    return figures
 
 
 def memory(s: Subject, given: Sequence[float], size: Size) -> Findings:

@@ -22,9 +22,9 @@ def dependencies(s: Subject) -> Findings:
     # A replay uses the random numbers that its forward drew, which are not a value.
     ranks = s.graph.ranks
     for stage, mb, number in s.each(Op.RECOMPUTE):
-        forwards = s.places[Op.FWD].get((stage, mb))
-        if forwards and number < forwards[0] and ranks[number] == ranks[forwards[0]]:
-            later = s.where(forwards[0])
+        forward = s.places[Op.FWD].get((stage, mb), [number])[0]
+        if number < forward and ranks[number] == ranks[forward]:
+            later = s.where(forward)
             yield s.at("dependencies", number, f"replays a forward that comes later: {later}")
 
 

@@ -145,8 +145,9 @@ def _kept_views(state: _Rank, i: Instruction) -> Iterator[str]:
 
 
 def _forward(state: _Rank, i: Instruction) -> Iterator[str]:
-    is_replayed = i.op is Op.FWD and (i.stage, i.mb) in state.recomputed
-    saves = i.stage >= state.header.frozen and not is_replayed
+    saves = i.stage >= state.header.frozen
+    if i.op is Op.FWD and (i.stage, i.mb) in state.recomputed:
+        saves = False
     if saves and state.header.is_spilled(i.stage):
         state.saved.setdefault(i.stage, set()).add(i.mb)
     return iter(())

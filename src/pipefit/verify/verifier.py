@@ -11,7 +11,7 @@ from pipefit.ir.program import Program
 from pipefit.verify.collective_rules import collectives
 from pipefit.verify.complete import complete, ownership
 from pipefit.verify.excerpt import excerpt
-from pipefit.verify.memory_rules import capacities, memory, tiers
+from pipefit.verify.memory_rules import for_each_rank, memory, tiers
 from pipefit.verify.messages import fifo, messages
 from pipefit.verify.order import deadlock, dependencies, use_after_free
 from pipefit.verify.report import RULES, Report, Violation
@@ -74,7 +74,8 @@ def verify(
         if limit is not None and size is None:
             raise PipefitError(f"{name} needs size: a function from a value to its bytes")
     if size is not None and capacity_bytes is not None:
-        findings += memory(subject, capacities(capacity_bytes, program.header.num_ranks), size)
+        capacities = for_each_rank("capacity_bytes", capacity_bytes, program.header.num_ranks, 0)
+        findings += memory(subject, capacities, size)
     if size is not None and tier_bytes is not None:
         findings += tiers(subject, tier_bytes, size)
     return Report(program.header.schedule, len(program), _violations(program, findings))
@@ -87,7 +88,8 @@ def _violations(program: Program, findings: list[Finding]) -> tuple[Violation, .
         return rules.index(finding.rule), finding.rank, finding.position
 
     result = []
-    for number, (rule, rank, index, message) in enumerate(sorted(findings, key=order)):
+    ordered = sorted(findings, key=order)
+    for number, (rule, rank, index, message) in enumerate(ordered):
         text = ""
         grid = ""
         if 0 <= rank < len(program.ranks) and index >= 0:
