@@ -90,12 +90,12 @@ def counted(name: str, shape: dict[str, Any], level: str) -> tuple[float, Progra
 
 def _storages() -> dict[int, int]:
     """The bytes of the memory of all tensors that are alive, by its address."""
-    tensors = [value for value in gc.get_objects() if isinstance(value, Tensor) and value.layout == torch.strided]
     found = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage.nbytes():
-            found[storage.data_ptr()] = storage.nbytes()
+    for tensor in gc.get_objects():
+        if isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                found[storage.data_ptr()] = storage.nbytes()
     return found
 
 
