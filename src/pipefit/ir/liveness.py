@@ -193,23 +193,24 @@ def early_sums(program: Program, rank: int) -> dict[int, Instruction]:
 def _sums(program: Program, rank: int, early: Mapping[int, Instruction]) -> tuple[list[Lifetime], dict[StageAt, int]]:
     """The memory of a rank's sums of which it keeps a part, and the index at which the first of each update is needed.
 
-    It is held from the beginning of a sum until the norm, or what frees or steps its gradients, waits for it.
+    It is held from the beginning of a sum until its gradients are freed or stepped.
     """
     found = []
     ends: dict[StageAt, int] = {}
-    begun: dict[int, list[tuple[str, int]]] = {}
-    backward: dict[int, int] = {}
+    under_way: dict[int, list[Lifetime]] = defaultdict(list)
     for index, i in enumerate(program.ranks[rank]):
+        stage = i.stage
         if index in early:
-            backward[i.stage] = index
+            work = Value(Work.EARLY.value, stage, index)
+            under_way[stage].append(Lifetime(work, index + 1, index))
         if i.kind == Reduction.SCATTER:
-            before = backward.pop(i.stage, index - 1)
-            begun[i.stage] = [(Work.EARLY.value, before + 1), (Work.SUM.value, index)]
-        elif i.op in _AFTER_SUM or i.kind == Reduction.NORM:
-            for stage in [stage for stage in begun if i.stage in (stage, -1)]:
-                ends.setdefault((stage, i.version), index)
-                for kind, start in begun.pop(stage):
-                    found.append(Lifetime(Value(kind, stage, index), start, index - 1))
+            work = Value(Work.SUM.value, stage, index)
+            under_way[stage].append(Lifetime(work, index, index))
+        elif i.op in _AFTER_SUM and stage in under_way:
+            ends.setdefault((stage, i.version), index)
+            for life in under_way.pop(stage):
+                life.dies = index - 1
+                found.append(life)
     return found, ends
 
 
