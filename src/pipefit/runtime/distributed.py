@@ -45,9 +45,10 @@ _OVER_ALL = (Reduction.NORM, Op.BARRIER.value)
 class DistributedTransport:
     """This process's messages and reductions.
 
-    Sends are kept, with their tensors, until the receiver must have them: its answer has arrived, or more than a few
-    later messages to it have been sent. A schedule whose receivers are busy with other stages meanwhile (breadth-first)
-    may have more of them. The verifier has proved that no order of waiting on sends can block a program.
+    Sends are kept, with their tensors, until the receiver must have them: its answer has arrived, more than a few later
+    messages to it have been sent, or the pass ends. A schedule whose receivers are busy with other stages meanwhile
+    (breadth-first) may have more of them. The verifier has proved that no order of waiting on sends can block a
+    program.
 
     Args:
         rank: its number.
