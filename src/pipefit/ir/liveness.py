@@ -180,11 +180,14 @@ def early_sums(program: Program, rank: int) -> dict[int, Instruction]:
     last: dict[StageAt, int] = {}
     collective = -1
     for index, i in enumerate(program.ranks[rank]):
+        stage = i.stage
         if i.op in WEIGHT_GRADIENT_OPS:
-            last[i.stage, program.header.update_of(i.stage, i.mb)] = index
+            update = program.header.update_of(stage, i.mb)
+            last[stage, update] = index
         elif OP_SPEC[i.op].is_collective or i.op is Op.GATHER:
-            before = last.get((i.stage, i.version), -1)
-            if i.op is Op.REDUCE and i.kind in SUMMED and before > collective:
+            before = last.get((stage, i.version), -1)
+            is_sum = i.op is Op.REDUCE and i.kind in SUMMED
+            if is_sum and before > collective:
                 found[before] = i
             collective = index
     return found
@@ -207,7 +210,8 @@ def _sums(program: Program, rank: int, early: Mapping[int, Instruction]) -> tupl
             work = Value(Work.SUM.value, stage, index)
             under_way[stage].append(Lifetime(work, index, index))
         elif i.op in _AFTER_SUM and stage in under_way:
-            ends.setdefault((stage, i.version), index)
+            update = (stage, i.version)
+            ends.setdefault(update, index)
             for life in under_way.pop(stage):
                 life.dies = index - 1
                 found.append(life)
