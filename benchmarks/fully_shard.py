@@ -169,7 +169,8 @@ def peak_rank(which: int, options: str, batch: int) -> float:
 def _storages() -> dict[int, int]:
     """The bytes of the memory of all tensors that are alive, by its address."""
     tensors = [value for value in gc.get_objects() if isinstance(value, Tensor) and value.layout == torch.strided]
-    storages = [tensor.untyped_storage() for tensor in tensors if not isinstance(tensor, DTensor)]
+    held = [tensor for tensor in tensors if not (isinstance(tensor, DTensor) or tensor.is_meta)]
+    storages = [tensor.untyped_storage() for tensor in held]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 

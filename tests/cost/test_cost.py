@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipefit.cost import FREE, CostModel, RuntimeCosts, of_plan, unit
+from pipefit.cost.work import work_of
 from pipefit.errors import PlanError
 from pipefit.ir.graph import dependency_graph
 from pipefit.ir.instruction import Instruction, bwd, bwd_input, bwd_weight, fwd, recompute
@@ -231,6 +232,33 @@ def test_replicas_that_shard_the_optimizer_step_and_keep_the_states_of_a_part_ea
     )
     assert (whole.step_s, whole.optim_bytes) == ((12,), (12000,))
     assert (parts.step_s, parts.optim_bytes) == ((6,), (6000,))
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("idle", "last", "early", "late"),
+    [
+        # Half of 6 MiB fills a bucket, so one is full when the backward reaches b, and so is the other at the end.
+        ((0, 0, 0), 30 + 2.25 * MIB, 4.5 * MIB, 0),
+        # The first bucket has a weight without a gradient: no sum begins.
+        ((0, 0, 4), 40, 0, 4.5 * MIB),
+        # The second one has it.
+        ((4, 0, 0), 30 + 2.25 * MIB, 2.25 * MIB, 2.25 * MIB),
+    ],
+)
+def test_a_backward_begins_the_sums_of_the_buckets_that_it_fills(idle, last, early, late):
+    sizes = zip("abc", (2, 1, 3), idle, strict=True)
+    layers = [
+        Layer(name, 1, 1, 1, 0, 10, size * MIB, backward_work_bytes=10, idle_bytes=none) for name, size, none in sizes
+    ]
+    # Three of four copies send their terms.
+    found = work_of(layers, 0, 0, 0, received=0.75)
+    saved = 30
+    assert found["backward work"] == 40 - saved
+    assert found["last work"] == last - saved
+    assert (found["early sum work"], found["sum work"]) == (early, late)
 
 
 def test_ranks_of_a_machine_share_its_tiers_and_step_on_the_host_as_fast_as_it_can():

@@ -21,6 +21,9 @@ def test_no_more_than_one_stage_is_whole(copies: int, tmp_path: Path) -> None:
     for own in found:
         assert own.built.left == pytest.approx(part, abs=SMALL)
         assert own.built.most <= part + jobs.BLOCK_BYTES + SMALL
+        # Two stages are whole, one has gradients, and the others' terms of its sum arrive; one more keeps its sum.
+        whole = 2 + 1 + (1 - 1 / copies) + (jobs.BLOCKS - 2) / copies
+        assert own.trained.most <= whole * jobs.BLOCK_BYTES + 8 * SMALL
         assert own.saved.most <= jobs.BLOCK_BYTES
         assert own.saved.left <= SMALL
         # Two states of each weight are new.

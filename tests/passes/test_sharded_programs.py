@@ -7,6 +7,7 @@ import pytest
 from pipefit.cost import CostModel, unit
 from pipefit.ir import text
 from pipefit.ir.instruction import Instruction
+from pipefit.ir.liveness import working_lifetimes
 from pipefit.ir.op import Op, Reduction
 from pipefit.ir.program import Program
 from pipefit.schedules import Shape, generate
@@ -123,3 +124,24 @@ def test_whole_gradients_are_freed_before_the_next_backward(slots: int) -> None:
             elif i.op is Op.BWD:
                 whole.add(i.stage)
                 assert whole == {i.stage}
+
+
+def test_a_sum_is_in_memory_from_the_backward_that_begins_it_and_its_part_from_its_end_on() -> None:
+    """The last lines of a rank; each value from the first instruction at which it is held to the last."""
+    made = generate("1f1b", Shape(2, 4, replicas=(2, 2), shard="weights"))
+    assert [str(i) for i in made.ranks[2][9:]] == [
+        "bwd s0 m1 w0",
+        "bwd s0 m3 w0",
+        "drop s0 w0",
+        "reduce s0 w0 scatter",
+        "free s0 w0",
+        "step s0 w0",
+    ]
+    found = {life.value.kind: (life.born, life.dies) for life in working_lifetimes(made, 2)}
+    assert found["weights"] == (0, 11)
+    assert found["wgrad"] == (9, 13)
+    assert found["backward work"] == (9, 9)
+    assert found["last work"] == (10, 10)
+    assert found["early sum work"] == (11, 12)
+    assert found["sum work"] == (12, 12)
+    assert found["sums"] == (13, 14)

@@ -159,6 +159,8 @@ def in_a_step(pipe: pf.Pipeline, whole: Any) -> int:
     del stage, layer, optimizer
     with count, patch("pipefit.runtime.handlers.on_device", copied):
         pipe.engine.run(pipe.program, feed)
+    # What was sent in a pass is let go at its end.
+    assert not any(getattr(pipe.engine.transports[0], "_open", {}).values())
     return count.most
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import torch
@@ -18,11 +18,13 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import pipefit as pf
+from pipefit.calibrate.tensor_shard import profile_of_shard
 from pipefit.cost import of_plan
 from pipefit.ir.program import Program
 from pipefit.pipeline.layer_sizes import state_per_weight
 from pipefit.planner import by_hand
 from pipefit.profiling import profile_layers
+from pipefit.profiling.workload import Workload
 from pipefit.runtime.launch import launch
 from pipefit.runtime.microbatches import feed_of
 from pipefit.runtime.session import current
@@ -49,14 +51,24 @@ SHAPES: dict[int, dict[str, dict[str, Any]]] = {
         "1f1b, 2 stages × 2": {"schedule": "1f1b", "replicas": (2, 2)},
         "gpipe, 2 stages × 2": {"schedule": "gpipe", "replicas": (2, 2)},
         "breadth-first, 2 × 3 stages × 2": {"schedule": "breadth-first", "num_chunks": 3, "replicas": (2, 2)},
+        "1 stage × 2, tensor width 2": {"schedule": "1f1b", "replicas": (2,), "tensor": 2},
+        "breadth-first, 4 stages of a rank × 2, tensor width 2": {
+            "schedule": "breadth-first", "num_chunks": 4, "replicas": (2,), "tensor": 2},
     },
-}
+}  # fmt: skip
 MICROBATCHES = 8
 
 
 def plan_of(layers: int, ranks: int, shape: dict[str, Any], level: str) -> Plan:
     """The plan of a shape."""
-    return by_hand(layers, num_ranks=ranks, num_microbatches=MICROBATCHES, shard=level, **shape)
+    num_ranks = ranks // width_of(shape)
+    return by_hand(layers, num_ranks=num_ranks, num_microbatches=MICROBATCHES, shard=level, **shape)
+
+
+def width_of(shape: dict[str, Any]) -> int:
+    """The processes of a rank."""
+    width: int = shape.get("tensor", 1)
+    return width
 
 
 def layers_of(name: str) -> Any:
@@ -90,28 +102,34 @@ def counted(name: str, shape: dict[str, Any], level: str) -> tuple[float, Progra
 
 def _storages() -> dict[int, int]:
     """The bytes of the memory of all tensors that are alive, by its address."""
-    tensors = [value for value in gc.get_objects() if isinstance(value, Tensor) and value.layout == torch.strided]
     found = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage.nbytes():
-            found[storage.data_ptr()] = storage.nbytes()
+    for tensor in gc.get_objects():
+        if isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                found[storage.data_ptr()] = storage.nbytes()
     return found
 
 
-def _profile(name: str) -> tuple[Profile, int, float]:
+def _profile(name: str, shape: dict[str, Any]) -> tuple[Profile, int, float]:
     """The measured profile of a model, its number of layers, and the bytes of states for each byte of weights."""
     made = layers_of(name)
-    x = jobs.batch(name, jobs.SAMPLES // MICROBATCHES)
     layers = named_layers(made)
-    seen = profile_layers(layers, x, made.loss, x, repeats=1, warmup=0, optimizer=jobs.adamw)
-    return seen, len(layers), state_per_weight(layers, jobs.adamw)
+    count = len(layers)
+    state = state_per_weight(layers, jobs.adamw)
+    if width_of(shape) > 1:
+        whole = jobs.batch(name)
+        work = Workload(layers, made.loss, jobs.adamw, torch.device("cpu"), (whole, whole))
+        plan = plan_of(count, dist.get_world_size(), shape, "weights")
+        return profile_of_shard(work, plan, current(), Topology.local(plan.num_processes)), count, state
+    x = jobs.batch(name, jobs.SAMPLES // MICROBATCHES)
+    return profile_layers(layers, x, made.loss, x, repeats=1, warmup=0, optimizer=jobs.adamw), count, state
 
 
 def both(name: str, shapes: list[dict[str, Any]], levels: Sequence[str]) -> list[tuple[float, float]]:
-    """Of each shape and level the predicted peak of this rank, and the counted one."""
+    """Of each shape, all of one tensor width, and level the predicted peak of this process, and the counted one."""
     count = dist.get_world_size()
-    seen, num_layers, state = _profile(name)
+    seen, num_layers, state = _profile(name, shapes[0])
     found = []
     for shape in shapes:
         for level in levels:
@@ -119,19 +137,27 @@ def both(name: str, shapes: list[dict[str, Any]], levels: Sequence[str]) -> list
             plan = plan_of(num_layers, count, shape, level)
             cost = of_plan(seen, plan, Topology.local(count), state_per_weight=state)
             timeline = simulate(program, cost, repeats=2)
-            found.append((timeline.peak_bytes(current().rank), most))
+            found.append((timeline.peak_bytes(current().rank // plan.tensor), most))
     return found
+
+
+def several(asked: list[tuple[str, list[dict[str, Any]], Sequence[str]]]) -> list[tuple[float, float]]:
+    """`both` of several models, with their shapes and levels."""
+    return [pair for one in asked for pair in both(*one)]
 
 
 def main(models: list[str]) -> None:
     """Prints a line for each model, shape and level, and the largest difference."""
     worst = 0.0
     for count, shapes in SHAPES.items():
-        for name in models or list(MODELS):
-            ranks = launch(both, count, name, list(shapes.values()), LEVELS, threads=1, quiet=True, deadline_s=600)
-            labels = [f"{shape}, {level}" for shape in shapes for level in LEVELS]
+        for name, width in product(models or list(MODELS), (1, 2)):
+            own = {label: shape for label, shape in shapes.items() if width_of(shape) == width}
+            if not own or (width > 1 and name not in jobs.SHARED):
+                continue
+            ranks = launch(both, count, name, list(own.values()), LEVELS, threads=1, quiet=True, deadline_s=600)
+            labels = [f"{shape}, {level}" for shape in own for level in LEVELS]
             for number, label in enumerate(labels):
-                line = f"{name:20} {label:50}"
+                line = f"{name:20} {label:65}"
                 for rank in range(count):
                     predicted, most = ranks[rank][number]
                     error = 100 * (predicted / most - 1)

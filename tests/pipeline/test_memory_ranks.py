@@ -45,7 +45,10 @@ def test_a_rank_whose_stages_wait_in_the_hosts_memory_takes_the_memory_that_is_p
 
 def test_copies_that_share_gradients_or_weights_take_the_memory_that_is_predicted() -> None:
     """Next to torch's own count; `python -m tests.pipeline.sharing_memory` compares more."""
-    shapes = list(sharing.SHAPES[2].values())
-    for rank in launch(sharing.both, 2, NAME, shapes, sharing.LEVELS, threads=1, quiet=True, deadline_s=240):
+    one, several = sharing.SHAPES[2].values()
+    # A bias of BERT has no gradient, so its last backward begins no sum.
+    bert = ("BertForMaskedLM", [one], ["weights"])
+    asked = [(NAME, [one], sharing.LEVELS), (NAME, [several], ["weights"]), bert]
+    for rank in launch(sharing.several, 2, asked, threads=1, quiet=True, deadline_s=240):
         for predicted, counted in rank:
-            assert predicted == pytest.approx(counted, rel=0.03)
+            assert predicted == pytest.approx(counted, rel=0.01)

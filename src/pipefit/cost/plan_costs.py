@@ -174,19 +174,21 @@ def _work_of(
 ) -> dict[str, tuple[float, ...]]:
     """The memory that each stage takes and frees while its instructions run.
 
-    A replica steps its part. With Gloo it receives from every other replica as many gradients as it keeps, and sums
-    them; other libraries sum on the way.
+    A replica steps its part, in which a weight may be whole. With Gloo it receives from every other replica as many
+    gradients as it keeps, and sums them; other libraries sum on the way.
     """
     rows = []
     entering = 0.0
     for stage, layers in enumerate(stages):
         grad = cost.grad_bytes[stage]
-        row = work_of(layers, cost.act_bytes[stage], grad, entering)
-        row[Work.LOSS.value] = max(profile.loss_work_bytes - grad, 0.0)
-        row[Work.STEP.value] = profile.step_work_of(partition.stages[stage].layers) / parts[stage]
-        row[Work.SUM.value] = 0.0
+        received = 0.0
         if profile.device.startswith("cpu"):
-            row[Work.SUM.value] = cost.wgrad_bytes[stage]
+            received = 1 - 1 / parts[stage]
+        row = work_of(layers, cost.act_bytes[stage], grad, entering, received)
+        row[Work.LOSS.value] = max(profile.loss_work_bytes - grad, 0.0)
+        whole = profile.step_work_of(partition.stages[stage].layers)
+        every = sum(layer.step_work_bytes for layer in layers)
+        row[Work.STEP.value] = min(whole, every / parts[stage])
         rows.append(row)
         entering = grad
     return {kind: tuple(row[kind] for row in rows) for kind in map(str, Work)}

@@ -8,17 +8,20 @@ version of weights until it is dropped.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter, itemgetter
 
 import msgspec
 
 from pipefit.ir.graph import FEW_SENDS
-from pipefit.ir.instruction import Instructions
-from pipefit.ir.op import COMPUTE_OPS, FORWARD_OPS, WHOLE_OF, Op, Reduction, Work
+from pipefit.ir.instruction import Instruction, Instructions, StageAt
+from pipefit.ir.op import COMPUTE_OPS, FORWARD_OPS, OP_SPEC, WEIGHT_GRADIENT_OPS, WHOLE_OF, Op, Reduction, Work
 from pipefit.ir.program import Header, Program
 from pipefit.ir.spill import SLOTTED
 from pipefit.ir.values import ACT, CONSUMES, GRAD, INPUT, MAKES, NEEDS, OPTIM, SAVED, SUMS, WEIGHTS, WGRAD, Value
+
+SUMMED = (Reduction.REPLICAS.value, Reduction.SCATTER.value)
+"""Reductions of gradients over the replicas of a stage."""
 
 Size = Callable[[Value], float]
 """Bytes, or another measure, of a value."""
@@ -103,9 +106,9 @@ def working_lifetimes(program: Program, rank: int, summed: bool = False) -> list
 
     What the first backward of an update makes of the gradients of weights is a part of its work; they are held from its
     end on. Those that replicas sum have memory throughout, or where they share them from the beginning of a stage's
-    first backward to their `free`. What a replica receives for its part of a sum, it holds until the sum is needed; a
-    further sum of an update is added to its part then. The backward before a sum begins it, with whole weights. A
-    message is held by its sender until it must have arrived.
+    first backward to their `free`. What a replica receives for its part of a sum, it holds until the sum is needed; the
+    part has memory of its own from then on. The backward before a sum begins it. A message is held by its sender until
+    it must have arrived.
 
     Args:
         program: that runs.
@@ -119,16 +122,17 @@ def _find_working(program: Program, rank: int, summed: bool) -> list[Lifetime]:
     header = program.header
     instructions = program.ranks[rank]
     released = _released(program, rank)
+    early = early_sums(program, rank)
     firsts = set()
-    found = []
+    found, ends = _sums(program, rank, early)
     for life in lifetimes(program, rank):
         value = life.value
         born = life.born
         dies = max(life.dies, released.get(value, born))
         copies = len(header.placement[value.stage])
         is_summed = summed or copies > 1
-        if value.kind == WEIGHTS and header.shares_weights(value.stage):
-            dies = _sum_after(instructions, value.stage, dies)
+        if value.kind == SUMS:
+            born = ends[value.stage, value.at]
         elif value.kind == WGRAD and header.shares_gradients(value.stage):
             dies = life.dies
         elif value.kind == WGRAD and is_summed:
@@ -152,47 +156,59 @@ def _find_working(program: Program, rank: int, summed: bool) -> list[Lifetime]:
             stage = header.last_stage
         elif index in firsts:
             kind = Work.FIRST
+        elif kind is Work.BACKWARD and index in early:
+            kind = Work.LAST
         if kind is not None:
             work = Value(kind.value, stage, index)
             found.append(Lifetime(work, index, index))
-    found += _sums(program, rank)
     return found
 
 
-def _sum_after(instructions: Instructions, stage: int, drop: int) -> int:
-    """The index of the sum that the backward before a drop has begun; without one, that of the drop."""
-    after = drop + 1
-    later = instructions[after:]
-    for index, i in enumerate(later, after):
-        if i.op in COMPUTE_OPS:
-            break
-        if i.stage == stage and i.kind == Reduction.SCATTER:
-            return index
-    return drop
+def early_sums(program: Program, rank: int) -> dict[int, Instruction]:
+    """The sums over replicas that may begin inside an update's last backward of their stage, by its index.
 
-
-def _sums(program: Program, rank: int) -> Iterator[Lifetime]:
-    """The memory of a rank's sums of which it keeps a part: from their beginning until gradients are freed or stepped.
-
-    A sum after the first of an update has memory of its own for the part.
+    They have no other collective before them, so that the order of the rank's collectives stays the same.
     """
-    begun: dict[int, int] = {}
-    summed = set()
+    found: dict[int, Instruction] = {}
+    last: dict[StageAt, int] = {}
+    collective = -1
     for index, i in enumerate(program.ranks[rank]):
         stage = i.stage
+        if i.op in WEIGHT_GRADIENT_OPS:
+            update = program.header.update_of(stage, i.mb)
+            last[stage, update] = index
+        elif OP_SPEC[i.op].is_collective or i.op is Op.GATHER:
+            before = last.get((stage, i.version), -1)
+            is_sum = i.op is Op.REDUCE and i.kind in SUMMED
+            if is_sum and before > collective:
+                found[before] = i
+            collective = index
+    return found
+
+
+def _sums(program: Program, rank: int, early: Mapping[int, Instruction]) -> tuple[list[Lifetime], dict[StageAt, int]]:
+    """The memory of a rank's sums of which it keeps a part, and the index at which the first of each update is needed.
+
+    It is held from the beginning of a sum until its gradients are freed or stepped.
+    """
+    found = []
+    ends: dict[StageAt, int] = {}
+    under_way: dict[int, list[Lifetime]] = defaultdict(list)
+    for index, i in enumerate(program.ranks[rank]):
+        stage = i.stage
+        if index in early:
+            work = Value(Work.EARLY.value, stage, index)
+            under_way[stage].append(Lifetime(work, index + 1, index))
         if i.kind == Reduction.SCATTER:
-            begun[stage] = index
-            continue
-        if stage not in begun or i.op not in _AFTER_SUM:
-            continue
-        start = begun.pop(stage)
-        work = Value(Work.SUM.value, stage, index)
-        yield Lifetime(work, start, index)
-        update = (stage, i.version)
-        if update in summed:
-            part = Value(SUMS, stage, -index)
-            yield Lifetime(part, start, index)
-        summed.add(update)
+            work = Value(Work.SUM.value, stage, index)
+            under_way[stage].append(Lifetime(work, index, index))
+        elif i.op in _AFTER_SUM and stage in under_way:
+            update = (stage, i.version)
+            ends.setdefault(update, index)
+            for life in under_way.pop(stage):
+                life.dies = index - 1
+                found.append(life)
+    return found, ends
 
 
 def _released(program: Program, rank: int) -> dict[Value, int]:

@@ -84,9 +84,12 @@ class Work(enum.StrEnum):
     REPLAY: of a recompute.
     FIRST: of the first backward of an update, which makes the gradients of the weights.
     BACKWARD: of a further one, which adds to them.
+    LAST: of one that begins a sum, of each bucket of gradients as soon as it is full.
     LOSS: of the loss.
     STEP: of the optimizer.
-    SUM: of a sum of which each replica keeps its part: what it receives of the others.
+    EARLY: of a sum of which each replica keeps its part: what it receives of the others for the buckets that the
+        last backward fills.
+    SUM: the same for other buckets.
     """
 
     FORWARD = "forward work"
@@ -94,8 +97,10 @@ class Work(enum.StrEnum):
     REPLAY = "replay work"
     FIRST = "first work"
     BACKWARD = "backward work"
+    LAST = "last work"
     LOSS = "loss work"
     STEP = "step work"
+    EARLY = "early sum work"
     SUM = "sum work"
 
 

@@ -26,12 +26,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipefit.cost.work import bucket_bytes
 from pipefit.stage.record_layout import Field, Layout, is_dense, padded
 
-BUCKET_BYTES = (1 << 20, 25 << 20)
-"""Minimum and maximum bytes of a full bucket; in between, half of all gradients. Small buckets let the first
-reductions start early; each reduction takes Gloo some tenths of a millisecond of the core. (The maximum is DDP's.)"""
-_SHARE = 2
 _ALIGN = 16
 _GRAIN_BYTES = 64
 
@@ -85,9 +82,8 @@ def layout(parameters: Sequence[Tensor], parts: int = 1) -> list[Bucket]:
         parameters: of a stage.
         parts: every bucket can be split into so many equal ones.
     """
-    total = sum(parameter.nbytes for parameter in parameters)
     # A bucket takes no further parameter once it has this size.
-    cap_bytes = min(max(total // _SHARE, BUCKET_BYTES[0]), BUCKET_BYTES[1])
+    cap_bytes = bucket_bytes(sum(parameter.nbytes for parameter in parameters))
     groups: list[list[int]] = []
     end = 0
     for index in reversed(range(len(parameters))):

@@ -151,7 +151,7 @@ class ShardedStore(WeightStore):
 
     def own_part(self, bucket: int) -> Tensor:
         """This replica's part of a bucket, into which the sum is written."""
-        return self.gradients[bucket]
+        return self._part(self.buckets.flats[bucket])
 
     def part_gradients(self) -> Iterator[tuple[int, Tensor]]:
         """(the parameter's place, the gradient) of each piece."""

@@ -47,22 +47,18 @@ class SharedGradientsStore(ShardedStore):
         self._free_sums()
 
     def _gradient_parts(self) -> list[Tensor]:
-        """Its parts of sums, in memory of their own: from the first sum of an update to its step."""
+        """Its parts of sums, in memory of their own: from the end of the first sum of an update to its step."""
         sizes = [(bucket.size // self._num, bucket.dtype) for bucket in self.buckets.buckets]
         return [torch.zeros(size, dtype=dtype, device=self.buckets.marks.device) for size, dtype in sizes]
 
-    def own_part(self, bucket: int) -> Tensor:
-        """Memory for this replica's part of a sum: its own, or in later sums of an update what is added to that."""
-        own = self.gradients[bucket]
-        if self.rounds:
-            return torch.empty_like(own)
-        resize(own, own.numel())
-        return own
-
-    def add_part(self, bucket: int, part: Tensor) -> None:
-        """Adds a sum to those before it in this update."""
-        if part is not self.gradients[bucket]:
-            self.gradients[bucket].add_(part)
+    def end_sum(self) -> None:
+        """Keeps its part of a sum, or adds it to those before it in this update."""
+        for own, flat in zip(self.gradients, self.buckets.flats, strict=True):
+            if self.rounds:
+                own.add_(self._part(flat))
+            else:
+                resize(own, own.numel())
+                own.copy_(self._part(flat))
 
     def end_round(self) -> None:
         """Frees the whole gradients, of which the sums are complete."""
@@ -144,15 +140,13 @@ class SharedWeightsStore(SharedGradientsStore):
         self._frozen = list(frozen)
         self._flats[0] += [self._placed(bucket, self._frozen) for bucket in layout(self._frozen, num_replicas)]
         self._frozen_views = [parameter.data for parameter in self._frozen]
-        self._trained_gone: list[Tensor] = []
-        self._frozen_gone: list[Tensor] = []
         self._forget_changes()
         self._free()
 
     def _forget_changes(self) -> None:
-        """Makes new tensors without numbers, to which nobody has written."""
-        self._trained_gone = [absent(parameter, parameter.device) for parameter in self._parameters]
-        self._frozen_gone = [absent(parameter, parameter.device) for parameter in self._frozen]
+        """Makes new tensors without numbers for the weights in parts, to which nobody has written."""
+        trained = [self._parameters[index] for index in self._own]
+        self._gone = [(parameter, absent(parameter, parameter.device)) for parameter in (*trained, *self._frozen)]
 
     @torch.no_grad()
     def _placed(self, bucket: Bucket, parameters: Sequence[nn.Parameter]) -> Tensor:
@@ -217,11 +211,7 @@ class SharedWeightsStore(SharedGradientsStore):
         Raises:
             ModelError: somebody has.
         """
-        if not self._homes:
-            return
-        gone = [(self._parameters[index], self._trained_gone[index]) for index in self._own]
-        gone += zip(self._frozen, self._frozen_gone, strict=True)
-        if any(_is_changed(*pair) for pair in gone):
+        if self._homes and any(_is_changed(parameter, gone) for parameter, gone in self._gone):
             raise ModelError(
                 "a parameter was changed between two steps, where each replica of its stage has only a part of it "
                 '(shard="weights"), so the change would be lost: change weights with load_state_dict, or use '
@@ -268,9 +258,7 @@ class SharedWeightsStore(SharedGradientsStore):
 
     def _free(self) -> None:
         """Frees the memory of whole weights. What is stepped whole stays."""
-        for index in self._own:
-            self._parameters[index].data = self._trained_gone[index]
-        for parameter, gone in zip(self._frozen, self._frozen_gone, strict=True):
+        for parameter, gone in self._gone:
             parameter.data = gone
         (flats,) = self._flats.values()
         for flat in flats:

@@ -106,8 +106,8 @@ class Store(Protocol):
         """This replica's part of a bucket, into which the sum is written; None: each replica gets the whole sum."""
         return None
 
-    def add_part(self, bucket: int, part: Tensor) -> None:
-        """Takes this replica's part of a sum, which is written where `own_part` has named it."""
+    def end_sum(self) -> None:
+        """Takes this replica's parts of a sum, which are where `own_part` has named them."""
         return
 
     def part_gradients(self) -> Iterator[tuple[int, Tensor]]:

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipefit.errors import DataError, ProfileError
 from pipefit.profiling.clock import Clock, half_interquartile_range, median_of, works_alone
 from pipefit.profiling.optimizer import step_growth, step_seconds
 from pipefit.profiling.passes import Marked, Step
 from pipefit.profiling.survey import Weighed, survey
-from pipefit.profiling.tensors import batch_of, describe, graded, parameters_of, placed, take
+from pipefit.profiling.tensors import batch_of, describe, graded, num_bytes, parameters_of, placed, take
 from pipefit.profiling.untouched import untouched, with_threads
 from pipefit.spec.profile import Layer, Profile
 from pipefit.stage import accelerator
@@ -101,6 +101,7 @@ def profile_layers(
         found = survey(chain, payload)
         step = Step(chain, payload, loss, goal, Clock(place), any(one.has_cores for one in found))
         bare, first, further = step.work()
+        idle = [num_bytes(filter(_is_idle, layer.module.parameters())) for layer in chain]
         alone = place.type == "cpu" and torch.get_num_threads() == 1 and works_alone(step.plain)
         clock = Clock(place, own=alone)
         turns = _turns(replace(step, clock=clock), repeats, warmup, limit_s)
@@ -134,6 +135,7 @@ def profile_layers(
                 backward_work_bytes=further.backward_s[index],
                 first_work_bytes=first.backward_s[index],
                 step_work_bytes=steps_bytes[index],
+                idle_bytes=idle[index],
             )
         )
     return Profile(
@@ -237,6 +239,11 @@ def _layer(index: int, found: Weighed, turns: Sequence[_Turn]) -> Layer:
         attention_s=median_of([turn.attended[index] for turn in turns]) if found.has_cores else 0.0,
         spread_s=half_interquartile_range([a + b for a, b in zip(forward, backward, strict=True)]),
     )
+
+
+def _is_idle(parameter: Tensor) -> bool:
+    """Returns whether a parameter trains and no backward has reached it."""
+    return parameter.requires_grad and parameter.grad is None
 
 
 def _device_of(chain: Sequence[NamedLayer], device: str | torch.device | None) -> torch.device:

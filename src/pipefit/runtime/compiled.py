@@ -7,13 +7,10 @@ from dataclasses import dataclass
 
 from pipefit.ir.graph import dependency_graph
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.liveness import is_in_place, lifetimes
-from pipefit.ir.op import OP_SPEC, WEIGHT_GRADIENT_OPS, Op, Reduction
+from pipefit.ir.liveness import early_sums, is_in_place, lifetimes
+from pipefit.ir.op import OP_SPEC, Op
 from pipefit.ir.program import Program
 from pipefit.ir.values import ACT, GRAD, INPUT
-
-SUMMED = (Reduction.REPLICAS.value, Reduction.SCATTER.value)
-"""Reductions of gradients over the replicas of a stage."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class CompiledRank:
         frees: for each instruction, the values that the rank does not need after it: kind, stage and micro-batch.
         in_place: the steps that may overwrite their weights.
         partial: the sums of shared gradients that others of their update follow.
-        early: reductions over replicas that may begin inside an update's last backward of their stage, by its index.
+        early: see `early_sums`.
     """
 
     program: Program
@@ -69,7 +66,7 @@ def _compile(program: Program, rank: int) -> CompiledRank:
         frees=tuple(map(tuple, frees)),
         in_place=frozenset(index for index in steps if is_in_place(instructions, index)),
         partial=_partial_sums(instructions),
-        early=_early_reductions(program, rank),
+        early=early_sums(program, rank),
     )
 
 
@@ -99,19 +96,3 @@ def _partial_sums(instructions: tuple[Instruction, ...]) -> frozenset[int]:
                 found.add(last[i])
             last[i] = index
     return frozenset(found)
-
-
-def _early_reductions(program: Program, rank: int) -> dict[int, Instruction]:
-    """Reductions without another collective before them, so that the order of the rank's collectives stays the same."""
-    found: dict[int, Instruction] = {}
-    last: dict[tuple[int, int], int] = {}
-    collective = -1
-    for index, i in enumerate(program.ranks[rank]):
-        if i.op in WEIGHT_GRADIENT_OPS:
-            last[i.stage, program.header.update_of(i.stage, i.mb)] = index
-        elif OP_SPEC[i.op].is_collective or i.op is Op.GATHER:
-            before = last.get((i.stage, i.version), -1)
-            if i.op is Op.REDUCE and i.kind in SUMMED and before > collective:
-                found[before] = i
-            collective = index
-    return found

@@ -45,9 +45,10 @@ _OVER_ALL = (Reduction.NORM, Op.BARRIER.value)
 class DistributedTransport:
     """This process's messages and reductions.
 
-    Sends are kept, with their tensors, until the receiver must have them: its answer has arrived, or more than a few
-    later messages to it have been sent. A schedule whose receivers are busy with other stages meanwhile (breadth-first)
-    may have more of them. The verifier has proved that no order of waiting on sends can block a program.
+    Sends are kept, with their tensors, until the receiver must have them: its answer has arrived, more than a few later
+    messages to it have been sent, or the pass ends. A schedule whose receivers are busy with other stages meanwhile
+    (breadth-first) may have more of them. The verifier has proved that no order of waiting on sends can block a
+    program.
 
     Args:
         rank: its number.
@@ -319,10 +320,14 @@ class DistributedTransport:
 
     def finish(self) -> None:
         """Waits for every open send."""
+        self.end_sends()
+        settle(self.device)  # the sends of a GPU still run
+
+    def end_sends(self) -> None:
+        """Lets go of what was sent: on a GPU once it has left, elsewhere after a wait until it has."""
         for queue in self._open.values():
             while queue:
                 queue.popleft().finish()
-        settle(self.device)  # the sends of a GPU still run
 
     def _peer(self, i: Instruction) -> int:
         return i.peer * self._mesh.tensor + self._mesh.index
@@ -369,20 +374,40 @@ class DistributedTransport:
     def reduce_scatter(self, members: tuple[int, ...], key: tuple[object, ...], whole: Tensor, part: Tensor) -> Ending:
         """Starts to sum a flat tensor over some ranks, each of which gets its part in place.
 
-        Gloo would sum a whole copy on every rank, so with Gloo parts are exchanged and each rank adds up its own.
+        Gloo would sum a whole copy on every rank, so with Gloo parts are exchanged and each rank adds up its own, in
+        the order of the ranks. What it gets from the ranks before it and after it comes in two exchanges, so that there
+        is no copy of its own term.
+
+        Args:
+            members: the ranks.
+            key: of the sum; the groups of the ranks keep their sums in order.
+            whole: the terms of this rank.
+            part: the place, in `whole`, of its part.
         """
         group = self._groups[members]
         if whole.device.type != "cpu":
             return _ending(reduce_scatter_single(part, whole, group=group, async_op=True))
-        given = torch.empty_like(whole)
+        size = len(part)
+        number = dist.get_rank(group)
+        lower = [size] * number + [0] * (len(members) - number)
+        upper = [size - given for given in lower]
+        upper[number] = 0
+        below = whole[: sum(lower)]
+        above = whole[sum(lower) + size :]
+        before = torch.empty_like(below)
+        after = torch.empty_like(above)
 
         def add() -> None:
-            first, *others = given.view(-1, len(part))
-            part.copy_(first)
-            for other in others:
-                part.add_(other)
+            terms: list[Tensor] = [*before.view(-1, size), part, *after.view(-1, size)]
+            for other in terms[1:]:
+                terms[0].add_(other)
+            part.copy_(terms[0])
 
-        return _ending(dist.all_to_all_single(given, whole, group=group, async_op=True), then=add)
+        return _ending(
+            dist.all_to_all_single(before, above, lower, upper, group=group, async_op=True),
+            dist.all_to_all_single(after, below, upper, lower, group=group, async_op=True),
+            then=add,
+        )
 
     def all_gather(self, members: tuple[int, ...], key: tuple[object, ...], part: Tensor, whole: Tensor) -> Ending:
         """Starts to join the parts of some ranks.

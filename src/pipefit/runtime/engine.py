@@ -167,6 +167,8 @@ class Engine:
                 moments=self._moments,
                 commit=commit,
             )
+            if self._between is not None:
+                run.at_end.append(self._between.end_sends)
             self.executions.append(run)
         if self.session.watchdog is not None and self._moments is not None:
             self.session.watchdog.stands_before = weakref.WeakMethod(self.executions[0].stands_before)

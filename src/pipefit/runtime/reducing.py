@@ -6,20 +6,19 @@ then the new weights are gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
+from pipefit.ir.liveness import SUMMED
 from pipefit.ir.op import Op, Reduction
 from pipefit.ir.program import Program
 from pipefit.ir.values import tied_stages
 from pipefit.parallel.buckets import Launch
 from pipefit.parallel.shared_stores import SharedGradientsStore, SharedWeightsStore
-from pipefit.runtime.compiled import SUMMED
 from pipefit.runtime.transport import Ending, all_of, then
 
 if TYPE_CHECKING:
@@ -62,8 +61,7 @@ def _launcher(run: Execution, reduce: Instruction) -> Launch:
         if part is None:
             under_way.append(run.transport.all_reduce(members, (*key, number), [flat]))
         else:
-            end = run.transport.reduce_scatter(members, (*key, number), flat, part)
-            under_way.append(then(end, partial(store.add_part, number, part)))
+            under_way.append(run.transport.reduce_scatter(members, (*key, number), flat, part))
 
     return launch
 
@@ -87,18 +85,29 @@ def reduce_gradients(run: Execution, i: Instruction) -> None:
     if rest:
         key = i.kind, i.stage, i.version, worker.stores[i.stage].rounds
         under_way.append(run.transport.all_reduce(collective_members(run.header, i), key, rest))
-    run.wait_later(all_of(under_way))
+    run.wait_later(then(all_of(under_way), worker.stores[i.stage].end_sum))
 
 
 def gather_weights(run: Execution, i: Instruction) -> None:
     """Gathers the whole weights of a stage from the parts that its replicas keep."""
-    members = collective_members(run.header, i)
     store = run.worker.stores[i.stage]
     assert isinstance(store, SharedWeightsStore)
+    parts = list(store.gather(i.version))
+    _gather(run, i, parts, (i.op, i.stage, i.version, store.gathers))
+
+
+def gather_shards(run: Execution, i: Instruction) -> None:
+    """Gathers the new weights on each replica from the parts that the replicas have stepped."""
+    parts = run.worker.stores[i.stage].weight_parts(i.version + 1)
+    _gather(run, i, parts, (i.kind, i.stage, i.version))
+
+
+def _gather(run: Execution, i: Instruction, parts: Iterable[tuple[Tensor, Tensor]], key: tuple[object, ...]) -> None:
+    """Starts to join this replica's part of each bucket with the others' parts."""
+    members = collective_members(run.header, i)
     under_way: list[Ending] = []
-    for number, (part, whole) in enumerate(store.gather(i.version)):
-        key = i.op, i.stage, i.version, store.gathers, number
-        under_way.append(run.transport.all_gather(members, key, part, whole))
+    for number, (part, whole) in enumerate(parts):
+        under_way.append(run.transport.all_gather(members, (*key, number), part, whole))
     run.wait_later(all_of(under_way))
 
 
@@ -118,13 +127,3 @@ def reduce_ties(run: Execution, i: Instruction) -> None:
     """The `reduce` of the gradients of tied weights over the ranks that hold them."""
     stages = tied_stages(run.header, i.stage, run.worker.rank)
     run.wait_later(start_sum(run, i, run.worker.tied_gradients(stages)))
-
-
-def gather_shards(run: Execution, i: Instruction) -> None:
-    """Gathers the new weights on each replica from the parts that the replicas have stepped."""
-    members = collective_members(run.header, i)
-    under_way: list[Ending] = []
-    for number, (part, whole) in enumerate(run.worker.stores[i.stage].weight_parts(i.version + 1)):
-        key = i.kind, i.stage, i.version, number
-        under_way.append(run.transport.all_gather(members, key, part, whole))
-    run.wait_later(all_of(under_way))
