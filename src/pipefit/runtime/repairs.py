@@ -48,7 +48,7 @@ REPAIR = "PIPEFIT_REPAIR"
 
 _LOOK_S = 1.0
 _WORD_S = 5.0
-"""A rank that has lost another one waits so long for the launcher's word: it knows of every death."""
+"""A rank that has lost another one waits so long for the launcher's word: it knows of every death, and its cause."""
 
 
 channel: Connection | None = None
@@ -181,14 +181,23 @@ class Repairs:
                         self._has_ended = True
                     self._changed.notify_all()
                 if word == LOST:
-                    shut_down(self._before)
+                    self.end_waits()
 
     def _look(self) -> None:
-        """Gives a repair up where this rank still makes process groups: a connection that it awaits never comes."""
+        """Ends the waits that have begun since a loss, as on a connection that was being made.
+
+        Gives the repair up where this rank still makes process groups: a connection that it awaits never comes.
+        """
         with self._changed:
-            is_stuck = self._loss is not None and self._progress.position.index == MEETING
-        if is_stuck:
+            is_over = self._loss is None or self._answer is not None
+            if not is_over:
+                self.end_waits()
+        if not is_over and self._progress.position.index == MEETING:
             self.refuse("it was making process groups")
+
+    def end_waits(self) -> None:
+        """Ends the waits of this process for others, in every thread; its process groups are of no use any more."""
+        shut_down(self._before)
 
     # ---- units -----------------------------------------------------------------------------------------------------
 
@@ -264,6 +273,9 @@ class Repairs:
         except PipefitError as why:
             self.refuse(str(why))
             raise CommunicationError(f"the run does not go on without the lost ranks: {why}") from None
+        except RuntimeError:
+            self._await_word()
+            raise
         self._mending = None
         self.say(BACK, loss.number)
 
@@ -280,8 +292,7 @@ class Repairs:
         Raises:
             BaseException: the problem, where the run is not repaired.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._loss or self._has_ended, _WORD_S)
+        self._await_word()
         answer = None
         while answer is None:
             loss = self._loss
@@ -300,6 +311,11 @@ class Repairs:
         self.faults = answer.faults
         self._mending = loss
         self._catch_up(answer.states)
+
+    def _await_word(self) -> None:
+        """Waits for the launcher's word about a rank that this one has lost."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._loss or self._has_ended, _WORD_S)
 
     def _answer_to(self, loss: Loss) -> Answer | None:
         """The launcher's answer; None: another rank was lost meanwhile, or the run ends."""

@@ -189,6 +189,7 @@ class Session:
         assert self.repairs is not None
         assert self.watchdog is not None
         assert self.folder is not None
+        self.repairs.end_waits()
         self.background.settle(self.progress)
         self.background.group = None
         self.watchdog.stop()
