@@ -190,8 +190,7 @@ class Session:
         assert self.watchdog is not None
         assert self.folder is not None
         self.repairs.end_waits()
-        self.background.settle(self.progress)
-        self.background.group = None
+        self.background.abandon()
         self.watchdog.stop()
         dist.destroy_process_group()
         rank = loss.left.index(self.rank)
