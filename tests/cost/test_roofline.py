@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipefit.cost.kernels import attention_s
 from pipefit.cost.rings import all_gather_s, all_reduce_s, even, ring_of
 from pipefit.cost.roofline import flops_s, pass_s, product_s, slowest_of
+from pipefit.planner.computed_profile import transformer_profile
 from pipefit.planner.machines import load_topology, topology_names
+from pipefit.planner.transformer import transformer_of
 from pipefit.spec import Device, Level, Topology
 
 A100 = load_topology("dgx-a100-8").device
@@ -144,3 +147,42 @@ def test_products_in_8_bits_measured_on_an_h100_are_within_a_tenth(m, n, k, meas
     device = load_topology("8xH100").device
     fast = msgspec.structs.replace(device, flops=device.fp8_flops)
     assert product_s(fast, m, n, k, 1, 1) == pytest.approx(measured_s, rel=0.1)
+
+
+ATTENTION = [
+    # Heads of 128 and tokens; microseconds on one H100 (700 W, torch 2.11) of FlashAttention 2 and cuDNN, each
+    # forward and backward, by `python -m benchmarks gpu-law`.
+    (40, 2048, (194.4, 575.6), (100.8, 362.4)),
+    (96, 2048, (384.9, 1256.6), (205.7, 681.3)),
+    (32, 8192, (1700.5, 4847.5), (890.3, 2591.6)),
+]
+
+
+@pytest.mark.parametrize(("heads", "tokens", "flash_us", "cudnn_us"), ATTENTION)
+def test_attention_of_few_heads_waits_for_the_last_rows_as_measured_on_an_h100(heads, tokens, flash_us, cudnn_us):
+    device = load_topology("8xH100").device
+    ways = (1, 5 / 2)  # the backward has five products in place of two
+    flops = 2 * heads * tokens * tokens * 128
+    last = 4 * 128 * tokens * 128
+    moved = 4 * 2 * heads * tokens * 128
+    for shares, measured_us in ((device.flash, flash_us), (device.cudnn, cudnn_us)):
+        for share, products, each_us in zip(shares, ways, measured_us, strict=True):
+            found_s = attention_s(device, share, products * flops, products * last, products * moved)
+            assert found_s == pytest.approx(1e-6 * each_us, rel=0.25)
+
+
+BLOCKS = Path(__file__).with_name("blocks-h100.csv")
+"""Blocks of transformers' Llama and of the built-in GPT in bf16 on one H100 (700 W), eager or compiled, repeated for a
+second; medians by `python -m benchmarks gpu-law`."""
+
+
+def test_blocks_measured_on_an_h100_take_the_seconds_of_the_law():
+    device = load_topology("8xH100").device
+    for line in csv.DictReader(BLOCKS.read_text().splitlines()):
+        compiled = line["compiled"]
+        ways = ",attention=cudnn"  # which torch chose
+        if line["model"].startswith("llama"):
+            ways += f",fused_norms={compiled},fused_passes={compiled}"
+        block = transformer_profile(transformer_of(line["model"] + ways), 1, device).layers[1]
+        assert block.forward_s == pytest.approx(1e-3 * float(line["forward_ms"]), rel=0.045), line
+        assert block.backward_s == pytest.approx(1e-3 * float(line["backward_ms"]), rel=0.045), line

@@ -152,9 +152,9 @@ def test_a_loss_on_whole_logits_is_repeated_by_every_device_of_a_rank():
         return head.forward_s + head.backward_s
 
     logits = 2048 * 32000
-    moved_s = (6 + 16 + 4 + 4 + 16 + 6) * logits * 7 / 8 / 2810e9
+    moved_s = (6 + 16 + 4 + 4 + 16 + 6) * logits * 7 / 8 / 3008e9
     # Gathered, copied into a list, and joined.
-    gathered_s = 7 / 8 * 2 * logits / 348e9 + (4 + 4) * logits / 2810e9
+    gathered_s = 7 / 8 * 2 * logits / 348e9 + (4 + 4) * logits / 3008e9
     shared = loss_s(",fused_loss=0", 1) - loss_s("", 1)  # other kernels, on as many logits
     found = loss_s(",fused_loss=0", 8) - loss_s("", 8) - shared / 8
     assert found == pytest.approx(moved_s + gathered_s, rel=0.08)
@@ -173,6 +173,15 @@ def test_heads_that_are_not_aligned_run_without_tensor_cores():
     assert 1.0 < seconds(96) / seconds(64) < 1.05
 
 
+def test_a_rotation_and_a_gate_of_one_kernel_each_move_and_keep_less():
+    plain, fused = layers_of(tensor=1).layers[1], layers_of(",fused_passes=1", tensor=1).layers[1]
+    tokens, e, kernel_s = 2048, 2, 4e-6
+    # Rotations of queries and keys moved 10 elements and move 2; SiLU and its product moved 5 and move 3.
+    less = e * tokens * (8 * 2 * 4096 + 2 * 11008)
+    assert plain.forward_s - fused.forward_s == pytest.approx(less / 3008e9 + (4 + 1) * kernel_s, rel=1e-6)
+    assert plain.saved_bytes - fused.saved_bytes == e * tokens * 11008
+
+
 def test_gradients_may_be_summed_in_more_bytes_than_weights_have():
     plain, wide = layers_of(), layers_of(",summed_bytes=4")
     assert (plain.summed_per_byte, wide.summed_per_byte) == (1, 2)
@@ -182,7 +191,7 @@ def test_gradients_may_be_summed_in_more_bytes_than_weights_have():
 def test_sums_of_micro_batches_in_more_bytes_are_converted_and_added_by_kernels_of_their_own():
     plain, wide = layers_of(tensor=1).layers, layers_of(",added_bytes=4", tensor=1).layers
     # Converted (2 read, 4 written) and added (4 + 4 read, 4 written), in place of 2 + 2 read and 2 written.
-    more = (18 - 6) / 2810e9
+    more = (18 - 6) / 3008e9
     products = 4 * 4096 * 4096 + 2 * 4096 * 11008 + 4096 * 11008
     assert wide[1].backward_weight_s - plain[1].backward_weight_s == pytest.approx(more * products + 4 * 4e-6, rel=0.01)
     table = 32000 * 4096

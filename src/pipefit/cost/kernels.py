@@ -11,8 +11,8 @@ from pipefit.cost.roofline import flops_s, product_s
 from pipefit.spec import Device, Layer
 from pipefit.spec.counted import EXCHANGES, PRODUCTS, Kernel, LayerCount
 
-FLASH = {"attention": 0.68, "attention-back": 0.60}
-"""Shares of the rate of a large product that FlashAttention 2 reaches on an A100; Dao 2023, figures 4 to 6."""
+ROWS = 128
+"""Rows of the scores that a core takes at a time in fused attention: in the kernels of FlashAttention 2 and cuDNN."""
 
 _ALONE = even(1, float("inf"), 0.0)
 
@@ -41,10 +41,31 @@ def _kernel_s(device: Device, kernel: Kernel, ring: Ring) -> float:
         return all_gather_s(ring, sizes[0])
     if kernel.kind == "pass":
         return flops_s(device, *sizes)
-    _, flops, num_bytes = sizes
-    if device.cores:
-        device = msgspec.structs.replace(device, efficiency=device.efficiency * FLASH[kernel.kind])
-    return flops_s(device, flops, num_bytes)
+    _, flops, num_bytes, *last = sizes
+    if not device.cores:
+        return flops_s(device, flops, num_bytes)
+    forward, backward = device.cudnn or device.flash
+    share = forward
+    if kernel.kind == "attention-back":
+        share = backward
+    return attention_s(device, share, flops, sum(last), num_bytes)
+
+
+def attention_s(device: Device, share: float, flops: float, last: float, num_bytes: float) -> float:
+    """Seconds of fused attention.
+
+    A core takes some rows of the scores of a head at a time. At the end the cores wait for the one whose rows see the
+    whole sequence, so that few heads on many cores are slow.
+
+    Args:
+        device: that runs it.
+        share: of the rate of large products, which it reaches while all cores work.
+        flops: in all.
+        last: FLOP of the last rows of a sequence, which a core takes at a time.
+        num_bytes: that it reads and writes.
+    """
+    reached = msgspec.structs.replace(device, efficiency=device.efficiency * share)
+    return flops_s(reached, flops + device.cores * last, num_bytes)
 
 
 def timed(name: str, count: LayerCount, device: Device, ring: Ring = _ALONE) -> Layer:

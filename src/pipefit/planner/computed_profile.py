@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from pipefit.cost.kernels import FLASH, timed
+from pipefit.cost.kernels import ROWS, attention_s, timed
 from pipefit.cost.rings import Ring, all_gather_s, all_reduce_s, even, ring_of
-from pipefit.cost.roofline import flops_s, pass_s, product_s, slowest_of
+from pipefit.cost.roofline import pass_s, product_s, slowest_of
 from pipefit.cost.tensor import tensor_shard
 from pipefit.errors import ProfileError
 from pipefit.planner.transformer import Transformer, is_transformer, text_of, transformer_of
@@ -22,10 +22,11 @@ from pipefit.spec import Device, Layer, Profile, Topology
 from pipefit.spec.counted import Counted
 from pipefit.spec.profile import ARITHMETIC
 
-_FLASH = {"flash": (FLASH["attention"], FLASH["attention-back"]), "flash1": (0.47, 0.36)}
-"""Shares of the rate of a large product that FlashAttention 2 and 1 reach on an A100, forward and backward.
+_FUSED = ("flash", "flash1", "cudnn")
+_FLASH1 = 0.47, 0.36
+"""Shares of the rate of a large product that FlashAttention 1 reaches on an A100, forward and backward.
 
-Of FlashAttention 1 the same paper says that it reaches 30 to 50 % and 25 to 35 % of the peak (section 1): the middle.
+Dao 2023, section 1: 30 to 50 % and 25 to 35 % of the peak: the middle.
 """
 _ALIGNED = 16
 """Bytes of which rows must be multiples for tensor cores (NVIDIA, "Matrix multiplication background", requirements)."""
@@ -227,8 +228,8 @@ def _core_s(device: Device, model: Transformer, b: int, heads: int) -> tuple[flo
     s = model.sequence
     width = model.hidden // model.heads
     scores = b * heads * s * s
-    if model.attention in _FLASH:
-        return _flash_s(device, _FLASH[model.attention], 2 * scores * width, 4 * e * b * heads * s * width)
+    if model.attention in _FUSED:
+        return _fused_core_s(device, model, 2 * scores * width, 4 * e * b * heads * s * width)
     if width * e % _ALIGNED:
         device = msgspec.structs.replace(device, efficiency=device.efficiency / _WITHOUT_TENSOR_CORES)
     made_s = product_s(device, s, s, width, b * heads, e)
@@ -248,17 +249,24 @@ def _core_s(device: Device, model: Transformer, b: int, heads: int) -> tuple[flo
     return made_s + used_s + _passes_s(device, kernels) + dropped_s, back_s + _passes_s(device, back)
 
 
-def _flash_s(device: Device, shares: tuple[float, float], flops: float, num_bytes: float) -> tuple[float, float]:
+def _fused_core_s(device: Device, model: Transformer, flops: float, num_bytes: float) -> tuple[float, float]:
     """Seconds of fused attention, forward and backward, which makes the scores again: five products in place of two.
 
     Args:
         device: that runs it.
-        shares: of the rate of large products, forward and backward.
+        model: whose attention it is.
         flops: of the forward, without the half above the diagonal.
         num_bytes: of queries, keys, values and output.
     """
-    forward, backward = (msgspec.structs.replace(device, efficiency=share * device.efficiency) for share in shares)
-    return flops_s(forward, flops, num_bytes), flops_s(backward, 2.5 * flops, 2 * num_bytes)
+    last = 4.0 * min(ROWS, model.sequence) * model.sequence * model.hidden / model.heads
+    forward, backward = device.flash
+    if model.attention == "cudnn":
+        forward, backward = device.cudnn or device.flash
+    elif model.attention == "flash1":
+        forward, backward = _FLASH1
+        last = 0.0  # a core takes whole heads
+    forward_s = attention_s(device, forward, flops, last, num_bytes)
+    return forward_s, attention_s(device, backward, 2.5 * flops, 2.5 * last, 2 * num_bytes)
 
 
 def _block(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
@@ -298,12 +306,19 @@ def _block(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
         forward.append(2 * e * qkv * stream / t)
         backward_input += [2 * e * stream / t] * 2  # queries and keys scaled
         backward_weight += [e * width * stream for width in (qkv / t, 1, up / t, 1)]
+    elif model.fused_passes:
+        turned = 2 * e * (1 + model.keys / model.heads) * stream / t
+        forward.append(turned)
+        backward_input.append(turned)
     else:
         turned = (1 + model.keys / model.heads) * stream / t
         # Times cosine; a half negated, halves exchanged, times sine; added. Back, halves come out of zeros.
         forward += [size * e * turned for size in (2, 1, 2, 2, 3)]
         backward_input += [size * e * turned for size in (2, 1, 1.5, 1.5, 3, 2, 3)]
-    if model.gated:
+    if model.gated and model.fused_passes:
+        forward.append(3 * e * wide * stream / t)
+        backward_input.append(5 * e * wide * stream / t)
+    elif model.gated:
         forward += [2 * e * wide * stream / t, 3 * e * wide * stream / t]  # SiLU, and its product with the other half
         backward_input += [5 * e * wide * stream / t, 3 * e * wide * stream / t]
     else:
@@ -317,7 +332,10 @@ def _block(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
     added_s = sum(_added_s(device, model, m * h / t) for m in (model.qkv, h, model.up, model.wide))
     sum_s = all_reduce_s(ring, e * stream)
     inputs = stream if model.gathered else between  # outputs of the norms, of the two products after them
-    kept = e * (_kept_between(model) * between + 2 * inputs + (qkv + 1 + up + (1 + model.gated) * wide) * stream / t)
+    widths = qkv + 1 + up + wide
+    if model.gated and not model.fused_passes:
+        widths += wide  # the output of SiLU
+    kept = e * (_kept_between(model) * between + 2 * inputs + widths * stream / t)
     vectors = 2 * h
     if model.bias:
         vectors = 4 * h + model.qkv + h + model.up + h
@@ -367,7 +385,7 @@ def _kept_between(model: Transformer) -> float:
 def _kept_of_scores(model: Transformer, tokens: int) -> float:
     """Bytes that attention keeps for its backward in addition to its inputs and output."""
     e = model.bytes
-    if model.attention in _FLASH:
+    if model.attention in _FUSED:
         return 4 * model.heads * tokens  # a sum for each row
     scores = model.heads * model.sequence * tokens
     kept = float(e)

@@ -15,8 +15,9 @@ from typing import Any
 from pipefit.errors import ProfileError
 
 _SECONDS_PER_DAY = 86400.0
-ATTENTION = ("softmax", "eager", "flash", "flash1")
-"""How attention runs: with one kernel for scale, mask and softmax; with one for each; as FlashAttention 2, or 1."""
+ATTENTION = ("softmax", "eager", "flash", "flash1", "cudnn")
+"""How attention runs: with one kernel for scale, mask and softmax; with one for each; as FlashAttention 2, or 1; by
+cuDNN, which torch chooses on an H200."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Transformer:
         dropout: 1: dropout after attention, its scores and the feed-forward.
         attention: one of `ATTENTION`.
         fused_norms: 1: a norm is one kernel; 0: one for each of its operations.
+        fused_passes: 1: a rotation is one kernel, and so is a gate with its activation, as in Megatron-Core and under
+            torch.compile; 0: one for each of their operations.
         fused_loss: 1: the loss works in place on each device's own logits, as Megatron-LM's; 0: it works on all
             logits, also where the vocabulary is split over devices, each of its operations makes another copy, and
             an accuracy is computed.
@@ -64,6 +67,7 @@ class Transformer:
     dropout: int = 1
     attention: str = "softmax"
     fused_norms: int = 1
+    fused_passes: int = 0
     fused_loss: int = 1
     sequence_parallel: int = 0
     gathered: int = 0

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from pipefit.cost.kernels import ROWS
 from pipefit.parallel.region import Exchange
 from pipefit.profiling.survey import storage_key
 from pipefit.profiling.tensors import num_bytes, tensors_of
@@ -106,17 +107,20 @@ def _attention(kind: str, args: tuple[Any, ...], moved_bytes: float) -> Kernel:
         first = 1  # after the gradient of the output
     queries, keys, values = args[first : first + 3]
     *_, rows, width = queries.shape
-    scores = math.prod(queries.shape[:-2]) * rows * keys.shape[-2]
+    columns = keys.shape[-2]
+    scores = math.prod(queries.shape[:-2]) * rows * columns
     used = values.shape[-1]
-    model_flops = 2.0 * scores * (width + used)
-    flops = model_flops
+    each = 2.0 * (width + used)
+    model_flops = each * scores
     if kind == "attention-back":
         model_flops *= 2
-        flops = 2.0 * scores * (3 * width + 2 * used)
+        each = 2.0 * (3 * width + 2 * used)
+    flops = each * scores
     is_causal = any(one is True for one in args)
     if is_causal:
         flops /= 2
-    return Kernel(kind, (model_flops, flops, moved_bytes))
+    last = each * min(ROWS, rows) * columns
+    return Kernel(kind, (model_flops, flops, moved_bytes, last))
 
 
 def _only_looks(func: Any) -> bool:

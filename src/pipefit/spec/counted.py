@@ -29,7 +29,8 @@ class Kernel(msgspec.Struct, frozen=True, array_like=True):
             product: (count, m, n, k, e): so many products of (m, k) and (k, n) matrices, of elements of e bytes;
             grouped: the same, of experts that get m tokens each;
             product8: the same of numbers of 8 bits;
-            attention, attention-back: (FLOP of two products, or four; FLOP that a fused kernel computes; bytes);
+            attention, attention-back: (FLOP of two products, or four; FLOP that a fused kernel computes; bytes; FLOP of
+                the last rows that a core takes at a time);
             pass: (FLOP, bytes moved);
             sum, gathered, scattered: (bytes): exchanged by the devices that share a layer.
         sizes: numbers in this order.

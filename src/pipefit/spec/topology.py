@@ -32,6 +32,9 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tile: rows and columns of the largest tile.
         cache_bandwidth_bytes_per_s: of the cache that all cores read; 0: unknown.
         kernel_s: fixed seconds of every operation.
+        flash: shares of the rate of large products that FlashAttention 2 reaches while all cores work, forward and
+            backward: those of an A100 where nothing is said (Dao 2023, figures 4 to 6).
+        cudnn: the same of cuDNN's attention, which torch takes where it is faster; None: as `flash`.
         random_rate: random numbers per second, of which dropout needs one for each element; 0: they are free.
         spread: standard deviation of the rate of devices of this kind, relative to `flops`: they differ by manufacture.
     """
@@ -45,6 +48,8 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tile: tuple[int, int] = (256, 128)
     cache_bandwidth_bytes_per_s: float = 0.0
     kernel_s: float = 0.0
+    flash: tuple[float, float] = (0.75, 0.66)
+    cudnn: tuple[float, float] | None = None
     random_rate: float = 0.0
     spread: float = 0.0
 
