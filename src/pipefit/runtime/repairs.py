@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from pipefit.errors import CommunicationError, PipefitError, is_lost_peer
+from pipefit.runtime.joining import DOOR, READY, ROOM, Door
 from pipefit.runtime.progress import MEETING, Progress
 from pipefit.runtime.sockets import open_sockets, shut_down
 
@@ -35,7 +36,7 @@ HERE = "here"
 CANNOT = "cannot"
 BACK = "back"
 HUNG = "hung"
-WORDS = (CAN, HERE, CANNOT, BACK, HUNG)
+WORDS = (CAN, HERE, CANNOT, BACK, HUNG, ROOM, READY, DOOR)
 """The words of a rank for its launcher."""
 
 LOST = "lost"
@@ -102,6 +103,7 @@ class Repairs:
         only_once: the reason why the unit that runs cannot be repeated.
         check: refuses a loss that cannot be repaired, by a PipefitError with the reason.
         mend: goes on without the lost ranks, in new process groups.
+        door: for a process that is started again.
     """
 
     def __init__(self, channel: Connection, faults: int, progress: Progress) -> None:
@@ -111,6 +113,7 @@ class Repairs:
         self.only_once = ""
         self.check: Callable[[Loss], None] = _refuse
         self.mend: Callable[[Loss], None] = _refuse
+        self.door = Door()
         self._channel = channel
         self._speaking = threading.Lock()
         self._before = open_sockets()
@@ -177,9 +180,11 @@ class Repairs:
                         self._loss = Loss(*what)
                     elif word == GO:
                         self._answer = Answer(*what)
-                    else:
+                    elif word == END:
                         self._has_ended = True
                     self._changed.notify_all()
+                if word != GO:
+                    self.door.hears(word, what)
                 if word == LOST:
                     shut_down(self._before)
 
