@@ -199,3 +199,26 @@ def test_a_rank_that_loses_another_one_between_two_steps_says_so_to_the_launcher
         raise RuntimeError("Connection closed by peer")
     said = [ours.recv(), ours.recv()]
     assert said == [(CAN, ""), (CANNOT, "it was in an exchange between two steps")]
+
+
+def test_a_rank_that_loses_another_one_while_all_meet_again_lets_the_launcher_name_the_cause(tmp_path, monkeypatch):
+    """Its own word once came before the launcher had seen the death: the loss before seemed beyond repair."""
+    ranks = Ranks(tmp_path, monkeypatch)
+    own = ranks.own[0]
+
+    def mend(loss: Loss) -> None:
+        timer = threading.Timer(0.3, lambda: ranks.survivors.lose({1: ("died", -9)}, ["rank 1 died"], set()))
+        timer.start()
+        broken()
+
+    own.mend = mend
+    session = Session(0, 2, None, Progress(), repairs=own)
+
+    def works() -> None:
+        with session.sharing_errors():
+            own.repeated(once_broken(""))
+
+    found = ranks.run(works, lambda: ranks.own[1].repeated(once_broken("")))
+    assert isinstance(found[0], CommunicationError)
+    assert ranks.survivors.why_not == ["a rank was lost while the others met again"]
+    assert ranks.survivors.faults == 1 and not ranks.survivors.undone

@@ -49,7 +49,7 @@ REPAIR = "PIPEFIT_REPAIR"
 
 _LOOK_S = 1.0
 _WORD_S = 5.0
-"""A rank that has lost another one waits so long for the launcher's word: it knows of every death."""
+"""A rank that has lost another one waits so long for the launcher's word: it knows of every death, and its cause."""
 
 
 channel: Connection | None = None
@@ -269,6 +269,9 @@ class Repairs:
         except PipefitError as why:
             self.refuse(str(why))
             raise CommunicationError(f"the run does not go on without the lost ranks: {why}") from None
+        except RuntimeError:
+            self._await_word()
+            raise
         self._mending = None
         self.say(BACK, loss.number)
 
@@ -285,8 +288,7 @@ class Repairs:
         Raises:
             BaseException: the problem, where the run is not repaired.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._loss or self._has_ended, _WORD_S)
+        self._await_word()
         answer = None
         while answer is None:
             loss = self._loss
@@ -305,6 +307,11 @@ class Repairs:
         self.faults = answer.faults
         self._mending = loss
         self._catch_up(answer.states)
+
+    def _await_word(self) -> None:
+        """Waits for the launcher's word about a rank that this one has lost."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._loss or self._has_ended, _WORD_S)
 
     def _answer_to(self, loss: Loss) -> Answer | None:
         """The launcher's answer; None: another rank was lost meanwhile, or the run ends."""
