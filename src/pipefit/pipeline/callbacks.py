@@ -85,7 +85,8 @@ class Callbacks:
     is called at every step. Three more attributes are optional. `every` is a number of steps: after each multiple of it
     the training pauses, and `step` is called before the next step begins; without it a loss is read while the next step
     runs. `evaluating()` is a context in which the model is evaluated. `moving` is a dict with tensors of the weights
-    that this process trains, by the weights' names: they move to another process together with their weights.
+    that this process trains, by the weights' names: they move to another process together with their weights. By
+    `state_dict()` and `load_state_dict(state)` a process that enters the run takes what all ranks have alike.
 
     Args:
         all: in the order in which they are called.
@@ -113,6 +114,22 @@ class Callbacks:
     def moving(self) -> list[dict[str, torch.Tensor]]:
         """The tensors of each that move with weights."""
         return [one.moving for one in self._all if hasattr(one, "moving")]
+
+    def states(self) -> list[Any]:
+        """The state of each; None: it has none."""
+        found = []
+        for one in self._all:
+            state = None
+            if hasattr(one, "state_dict"):
+                state = one.state_dict()
+            found.append(state)
+        return found
+
+    def take(self, states: Sequence[Any]) -> None:
+        """Gives each its state."""
+        for one, state in zip(self._all, states, strict=True):
+            if state is not None:
+                one.load_state_dict(state)
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -191,6 +208,20 @@ class Checkpoints:
         if self._interval is None:
             return self._every
         return self._next
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what all ranks have alike, as JSON data."""
+        earlier = None
+        if self._earlier is not None:
+            earlier = sorted(self._earlier)
+        return {"next": self._next, "saved": self._saved, "earlier": earlier}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what all other ranks have alike."""
+        self._next = state["next"]
+        self._saved = state["saved"]
+        if state["earlier"] is not None:
+            self._earlier = set(state["earlier"])
 
     def step(self, record: Record) -> None:
         """Saves a checkpoint when it is due."""
@@ -280,6 +311,16 @@ class EarlyStopping:
         self.best_step = 0
         self._since = 0
         self.has_ended = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the best evaluation and the patience, as JSON data."""
+        return {"best_loss": self.best_loss, "best_step": self.best_step, "since": self._since}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the best evaluation and the patience."""
+        self.best_loss = state["best_loss"]
+        self.best_step = state["best_step"]
+        self._since = state["since"]
 
     def evaluation(self, record: Record) -> Any:
         """Takes the loss of the current weights, which is the same on every rank."""

@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 from pipefit.errors import PipefitError, PlanError
+from pipefit.pipeline.growing import Growing
 from pipefit.pipeline.rearrange import rearrange
 from pipefit.pipeline.repairable import why_not
 from pipefit.planner import plan_without
@@ -19,12 +20,16 @@ class Repair:
 
     Args:
         pipe: that is trained.
+
+    Attributes:
+        growing: the growth of the training after repairs.
     """
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = weakref.ref(pipe)
         self._plan = pipe.plan
         self._known = 0
+        self.growing = Growing(pipe)
         if pipe.session.repairs is not None:
             self._known = len(pipe.session.repairs.losses)
         self.take_over()
@@ -37,6 +42,7 @@ class Repair:
             return
         session.repairs.check = self.check
         session.repairs.mend = self.mend
+        session.repairs.door.admit = self.growing.admit
         session.repairs.listen(why_not(pipe.plan))
         missed = session.repairs.losses[self._known :]
         if missed:
@@ -63,11 +69,13 @@ class Repair:
         pipe = self._pipe()
         session = current().without(loss)
         assert pipe is not None and session.repairs is not None
+        self.growing.shrinks()
         rearrange(pipe, self._plan, session)
         self._known = len(session.repairs.losses)
         session.repairs.listen(why_not(pipe.plan))
         if pipe.recovery is not None:
             pipe.recovery.repaired()
+        self.growing.has_shrunk()
 
 
 def _without(pipe: Any, plan: Plan, loss: Loss) -> Plan:

@@ -224,8 +224,18 @@ class TrainingLoop:
         first = self._state.num_updates
         pending: _Pass | None = None
         while steps is None or self._state.num_updates - first < steps:
-            if self._stop.agreed or self._stop.ended or (batch := next(batches, None)) is None:
+            if self._stop.agreed or self._stop.ended:
                 break
+            newcomer = self._newcomer()
+            before = self._state.saved() if newcomer else {}
+            batch = next(batches, None)
+            if batch is None:
+                break
+            if newcomer:
+                if pending:
+                    losses += self._read(pending)
+                    pending = None
+                self._admit(newcomer, before, batch)
             try:
                 started = self.start_step(*pair_of(batch))
             except _RefusedStepError:
@@ -238,6 +248,21 @@ class TrainingLoop:
         if pending:
             losses += self._read(pending)
         return losses
+
+    def _newcomer(self) -> int:
+        """The number of a newcomer of which all ranks know, since the same step; 0: there is none."""
+        repairs = self._engine.session.repairs
+        if repairs is None:
+            return 0
+        number = repairs.door.agreed
+        repairs.door.agreed = 0
+        return number
+
+    def _admit(self, newcomer: int, before: dict[str, Any], batch: Any) -> None:
+        """Lets a process enter that was started again."""
+        repairs = self._engine.session.repairs
+        assert repairs is not None
+        repairs.door.admit(newcomer, before, batch)
 
     def _run_segment(self, batches: Iterator[Any], steps: int | None) -> list[float]:
         """Runs one program over all updates, whose micro-batches overlap; it drains at its end."""

@@ -4,8 +4,8 @@
     new process   the user's code, without the others, to its first `fit` ─► "ready" ─► waits ─► meets the others
     a rank        trains; in every step all say of which process they know ─► the same one: "door" ─► meets the others
 
-Until the launcher has said "enter", the new process may fail or hang: the launcher takes its word back, or says nothing,
-and nobody waits for it.
+Until the launcher has said "enter", the new process may fail or hang, and nobody waits for it: the launcher takes its
+announcement back, or makes none.
 """
 
 from __future__ import annotations

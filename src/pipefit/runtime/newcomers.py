@@ -17,22 +17,20 @@ class Newcomers:
 
     Args:
         num_ranks: of the run at its beginning.
-        start: starts the process of a rank; returns its number. None: none is started.
         tell: says a word to a process.
 
     Attributes:
+        start: starts the process of a rank after some faults, and returns its number; None: none is started.
         process: number of the one that is to enter; None: there is none.
         entering: number of the one with which the others meet now.
         entered: that have entered.
     """
 
-    def __init__(
-        self, num_ranks: int, start: Callable[[int, int], int] | None, tell: Callable[[int, str, Any], None]
-    ) -> None:
+    def __init__(self, num_ranks: int, tell: Callable[[int, str, Any], None]) -> None:
+        self.start: Callable[[int, int], int] | None = None
         self.process: int | None = None
         self.entering: int | None = None
         self.entered = 0
-        self._start = start
         self._tell = tell
         self._home = {rank: rank for rank in range(num_ranks)}
         self._all = set(range(num_ranks))
@@ -49,7 +47,7 @@ class Newcomers:
         """Starts a process in the place of a missing rank, or announces one that waits; the ranks are all there."""
         self.entering = None
         missing = sorted(self._all - {self._home[process] for process in left})
-        if self._start is None or not missing:
+        if self.start is None or not missing:
             return
         if self.process is not None:
             self._announce(left)
@@ -58,7 +56,7 @@ class Newcomers:
             self._give_up(f"rank {missing[0]} is not started again: {self._why_not}")
             return
         try:
-            process = self._start(missing[0], faults)
+            process = self.start(missing[0], faults)
         except (PipefitError, OSError) as problem:
             self._give_up(f"rank {missing[0]} could not be started again: {problem}")
             return
@@ -111,7 +109,7 @@ class Newcomers:
     def _give_up(self, why: str) -> None:
         """Starts no more processes."""
         _log.warning("%s", why)
-        self._start = None
+        self.start = None
 
     def admit(self, ranks: Sequence[int], faults: int) -> list[int]:
         """Lets the process enter that all wait for; returns the processes in the order of the new ranks."""

@@ -100,6 +100,7 @@ class Repairs:
     Attributes:
         faults: of the run so far.
         losses: that were repaired.
+        commits: that this rank has passed.
         only_once: the reason why the unit that runs cannot be repeated.
         check: refuses a loss that cannot be repaired, by a PipefitError with the reason.
         mend: goes on without the lost ranks, in new process groups.
@@ -117,7 +118,7 @@ class Repairs:
         self._channel = channel
         self._speaking = threading.Lock()
         self._before = open_sockets()
-        self._commits = 0
+        self.commits = 0
         self._value: list[float] = []
         self.is_inside = False
         self._is_listening = self._can = False
@@ -245,13 +246,13 @@ class Repairs:
         except RuntimeError as problem:
             if not self._is_of_loss(problem):
                 raise
-            before = self._commits
+            before = self.commits
             self._meet(problem)
-            if self._commits == before:
+            if self.commits == before:
                 raise Interrupted from problem
             total.copy_(torch.tensor(self._value, dtype=total.dtype))
             return
-        self._commits += 1
+        self.commits += 1
         self._value = total.tolist()
 
     def _is_of_loss(self, problem: BaseException) -> bool:
@@ -301,7 +302,7 @@ class Repairs:
             except PipefitError as why:
                 self.refuse(str(why))
                 raise problem from None
-            here = {"commits": self._commits, "value": self._value}
+            here = {"commits": self.commits, "value": self._value}
             self.say(HERE, (loss.number, here))
             answer = self._answer_to(loss)
         self.faults = answer.faults
@@ -330,10 +331,10 @@ class Repairs:
     def _catch_up(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Passes the commit that another rank has passed."""
         newest = max(states, key=lambda state: state["commits"])
-        missed = newest["commits"] - self._commits
+        missed = newest["commits"] - self.commits
         assert missed <= 1, "no rank passes a commit to which not all have come"
         if missed:
-            self._commits = newest["commits"]
+            self.commits = newest["commits"]
             self._value = newest["value"]
 
 

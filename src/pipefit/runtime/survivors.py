@@ -12,6 +12,7 @@ from typing import Any
 
 from pipefit.runtime.faults import note
 from pipefit.runtime.meeting import store_file
+from pipefit.runtime.newcomers import Newcomers
 from pipefit.runtime.repairs import BACK, CAN, CANNOT, END, GO, HERE, HUNG, LOST
 
 _log = logging.getLogger("pipefit.launch")
@@ -29,6 +30,7 @@ class Survivors:
         deadline_s: in which those that are left must come together.
 
     Attributes:
+        newcomers: processes that are started again.
         left: the numbers of the processes that are left, in the order of their ranks.
         lost: the outcomes of those without which the others have yet to go on.
         hung: pages about processes that were ended because they hung.
@@ -39,8 +41,15 @@ class Survivors:
     """
 
     def __init__(
-        self, processes: Sequence[Any], pipes: Sequence[Any], place: Path, faults: int, most: int, deadline_s: float
+        self,
+        processes: Sequence[Any],
+        pipes: Sequence[Any],
+        place: Path,
+        faults: int,
+        most: int,
+        deadline_s: float,
     ) -> None:
+        self.newcomers = Newcomers(len(processes), self._tell)
         self.left = list(range(len(processes)))
         self.lost: dict[int, tuple[str, Any]] = {}
         self.hung: dict[int, str] = {}
@@ -69,6 +78,22 @@ class Survivors:
             return None
         return max(self._until_s - time.monotonic(), 0)
 
+    @property
+    def present(self) -> list[int]:
+        """The numbers of the processes that are left, and of the one that was started again."""
+        if self.newcomers.process is None:
+            return self.left
+        return [*self.left, self.newcomers.process]
+
+    def ends(self, process: int, kind: str, what: Any) -> bool:
+        """Takes the outcome of a process; returns whether it is one of a rank."""
+        if process not in self.left:
+            self.newcomers.failed(process, kind, what, self.left)
+            return False
+        if process == self.newcomers.entering and kind not in ("died", "done", "stopped"):
+            self.turn_away(f"{kind}: {what}")
+        return True
+
     def give_up(self, reason: str) -> None:
         """Ends a repair that is under way, if one is."""
         if self.lost:
@@ -84,6 +109,8 @@ class Survivors:
             self._can[process] = what
         elif word == CANNOT and self.lost:
             self._fail(f"rank {self.rank_of(process)}: {what}")
+        elif word == CANNOT and self.newcomers.entering is not None:
+            self.turn_away(what)
         elif word == CANNOT and self._joining and not self._has_ended:
             self.undone = self._fault
             self.faults -= 1
@@ -92,10 +119,26 @@ class Survivors:
             self._kill(*what)
         elif word == BACK:
             self._joining.discard(process)
+            if not self._joining and not self.lost and not self._has_ended:
+                self.newcomers.look(self.left, self.faults)
         elif word == HERE and what[0] == self._number:
             self._here[process] = what[1]
             if self._here.keys() >= set(self.left):
                 self._go()
+        elif self.newcomers.hears(process, word, what, self.left):
+            self._admit()
+
+    def _admit(self) -> None:
+        """Lets a process that was started again enter: all get new numbers, and meet."""
+        self.left = self.newcomers.admit(self._ranks, self.faults)
+        self._ranks = list(self.left)
+        self._joining = set(self.left)
+
+    def turn_away(self, why: str) -> None:
+        """Ends the run of all ranks, with which a process that was started again could not meet."""
+        if self.newcomers.entering is not None and not self._has_ended:
+            self.undone = f"rank {self.rank_of(self.newcomers.entering)} was started again, but could not enter: {why}"
+            self._fail(why)
 
     def _kill(self, rank: int, faults: int, said: str) -> None:
         """Kills a process that hangs: then it is lost. Of several reports at a time the first one counts."""
@@ -120,6 +163,7 @@ class Survivors:
             self._fail(reason)
             return False
         self.left = left
+        self.newcomers.interrupt()
         self.lost |= died
         self._said += said
         self._number += 1
@@ -145,7 +189,7 @@ class Survivors:
 
     @property
     def _store(self) -> Path:
-        return store_file(self._place, self.faults)
+        return store_file(self._place, self.faults, self.newcomers.entered)
 
     def _reason(self, left: Sequence[int], ended: AbstractSet[int]) -> str:
         """The reason why the processes that are left do not go on; "": they do."""
