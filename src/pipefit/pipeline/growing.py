@@ -7,6 +7,7 @@ and the numbers that every rank has. It leaves out the batches that are done, an
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,9 +19,11 @@ from pipefit.pipeline.callbacks import Callbacks
 from pipefit.pipeline.facts import structure_of
 from pipefit.pipeline.loaders import packed, unpacked
 from pipefit.pipeline.rearrange import rearrange, why_stays
+from pipefit.pipeline.recovery import in_words
 from pipefit.pipeline.repairable import why_not
 from pipefit.planner import plan_without
 from pipefit.runtime.collectives import exchange
+from pipefit.runtime.faults import note
 from pipefit.runtime.joining import DOOR, READY, ROOM, Entry
 from pipefit.runtime.repairs import BACK, Repairs
 from pipefit.runtime.session import Session, current
@@ -80,8 +83,12 @@ class Growing:
         """The facts that a process must have in common with the others before it enters."""
         pipe = self._pipe
         asked = pipe.recovery.asked
-        kinds = [type(one).__qualname__ for one in asked.callbacks]
-        return {"model": structure_of(pipe.given.work), "steps of the fit": asked.steps, "callbacks": kinds}
+        kinds = []
+        for one in asked.callbacks:
+            # Of the others, such as a display, ranks may have different ones.
+            if any(hasattr(one, name) for name in ("every", "moving", "state_dict")):
+                kinds.append(type(one).__qualname__)
+        return {"model": structure_of(pipe.given.work), "steps": asked.steps, "callbacks": kinds}
 
     # ---- the ranks -------------------------------------------------------------------------------------------------
 
@@ -101,7 +108,7 @@ class Growing:
             theirs = repairs.door.facts
             differ = [name for name, fact in self._facts().items() if theirs[name] != fact]
             if differ:
-                why = f"it has another {', '.join(differ)}"
+                why = f"of its own it has: {', '.join(differ)}"
         repairs.say(DOOR, (number, why))
         with session.progress.waiting():
             entry = repairs.door.wait(number)
@@ -110,7 +117,7 @@ class Growing:
 
     def _admit(self, entry: Entry, state: dict[str, Any], batch: Any) -> None:
         pipe = self._pipe
-        programs = dict(current().programs)
+        before = current().rank
         session = current().with_newcomer(entry)
         plan = self._plan(entry.absent)
         data = {
@@ -118,7 +125,7 @@ class Growing:
             "step": pipe.num_updates,
             "state": state,
             "callbacks": packed(pipe.loop.callbacks.states()),
-            "programs": programs,
+            "programs": session.programs,
             "passes": session.progress.passes,
             "commits": _repairs().commits,
             "verified": pipe.verified,
@@ -127,6 +134,9 @@ class Growing:
         rearrange(pipe, plan, session)
         self._is_small = bool(entry.absent)
         self._end(batch)
+        if before == 0 and session.folder is not None:
+            facts = {"entered": session.num_ranks, "step": pipe.num_updates, "plan": in_words(plan)}
+            note(session.folder, time.time(), **facts, start=session.num_faults)
 
     def _plan(self, absent: Sequence[int]) -> Plan:
         """The plan of all ranks, without some that are missing."""

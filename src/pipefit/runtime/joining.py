@@ -87,10 +87,19 @@ class Door:
             self.agreed = round(total / num_ranks)
 
     def wait(self, number: int | None = None) -> Entry | None:
-        """Waits until the launcher lets a process enter; None: the announcement of this number was withdrawn."""
+        """Waits until the launcher lets a process enter.
+
+        Args:
+            number: of its announcement; None: it is this process.
+
+        Returns:
+            None: the announcement was withdrawn, or another one followed.
+        """
 
         def is_over() -> bool:
-            return self._entry is not None or (number is not None and self._withdrawn >= number)
+            if self._entry is not None or number is None:
+                return self._entry is not None
+            return self._withdrawn >= number or self._announced > number
 
         with self._changed:
             self._changed.wait_for(is_over)

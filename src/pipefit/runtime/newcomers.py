@@ -8,6 +8,7 @@ from typing import Any
 
 from pipefit.errors import PipefitError
 from pipefit.runtime.joining import AWAY, DOOR, ENTER, READY, ROOM, Entry
+from pipefit.runtime.signals import death
 
 _log = logging.getLogger("pipefit.launch")
 
@@ -95,8 +96,12 @@ class Newcomers:
 
     def failed(self, process: int, kind: str, what: Any, left: Sequence[int]) -> None:
         """Takes the outcome of a process that has not entered."""
-        if process == self.process:
-            self._dismiss(f"{kind}: {what}", left)
+        if process != self.process:
+            return
+        why = str(what)
+        if kind == "died":
+            why = death(what)
+        self._dismiss(why, left)
 
     def _dismiss(self, why: str, left: Sequence[int]) -> None:
         assert self.process is not None

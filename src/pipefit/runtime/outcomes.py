@@ -19,7 +19,7 @@ from pipefit.ir import text
 from pipefit.runtime.calls import ORDER
 from pipefit.runtime.progress import positions_of
 from pipefit.runtime.repairs import WORDS
-from pipefit.runtime.signals import TERMINATED, leaving
+from pipefit.runtime.signals import TERMINATED, death, leaving
 from pipefit.runtime.survivors import Survivors
 from pipefit.runtime.waits import where
 
@@ -186,10 +186,7 @@ def _failure(failures: dict[int, tuple[str, Any]], place: Path, survivors: Survi
         return what
     said = what
     if kind == "died":
-        name = f"exit code {what}"
-        if what and what < 0:
-            name = signal.Signals(-what).name
-        said = f"the process died ({name})"
+        said = death(what)
     last, began = _last_place(rank, place)
     log = place / f"rank-{survivors.newcomers.home_of(process)}.log"
     return LaunchError(f"rank {rank} failed {last}: {said}\n  its log: {log}", began, kind == "failed")

@@ -137,7 +137,7 @@ class Survivors:
     def turn_away(self, why: str) -> None:
         """Ends the run of all ranks, with which a process that was started again could not meet."""
         if self.newcomers.entering is not None and not self._has_ended:
-            self.undone = f"rank {self.rank_of(self.newcomers.entering)} was started again, but could not enter: {why}"
+            self.undone = f"rank {self.rank_of(self.newcomers.entering)} was started again, but could not enter"
             self._fail(why)
 
     def _kill(self, rank: int, faults: int, said: str) -> None:
@@ -193,10 +193,10 @@ class Survivors:
 
     def _reason(self, left: Sequence[int], ended: AbstractSet[int]) -> str:
         """The reason why the processes that are left do not go on; "": they do."""
-        if self._has_ended or self.faults == self._most:
-            return "the run may not recover once more"
         if self._joining:
             return "a rank was lost while the others met again"
+        if self._has_ended or self.faults == self._most:
+            return "the run may not recover once more"
         if not left or not ended.isdisjoint(left):
             return "another rank has ended"
         for process in left:
