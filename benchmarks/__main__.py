@@ -13,6 +13,7 @@ MODULES = {
     "ddp": "benchmarks.ddp",
     "fully-shard": "benchmarks.fully_shard",
     "gpu": "benchmarks.gpu",
+    "gpu-law": "benchmarks.gpu_law",
     "hub-folder": "benchmarks.hub_folder",
     "hybrid": "benchmarks.hybrid",
     "lean": "benchmarks.lean",

@@ -27,6 +27,7 @@ MIB = 2**20
 DEVICE = torch.device("cuda", 0)
 SMALL = {"layers": 8, "hidden": 512, "heads": 8, "context": 256, "vocab": 4096, "tied": False}
 LARGE = {"layers": 12, "hidden": 2048, "heads": 16, "context": 1024, "vocab": 16384, "tied": False}
+HUGE = {"layers": 24, "hidden": 4096, "heads": 32, "context": 2048, "vocab": 32768, "tied": False}
 MEDIUM = {"layers": 12, "hidden": 1024, "heads": 16, "context": 512, "vocab": 4096, "tied": False}
 BATCH, MICROBATCHES = 8, 4
 Figures = dict[str, Any]
@@ -131,6 +132,38 @@ def spilled() -> Figures:
     return figures
 
 
+def too_large(sizes: dict[str, Any] = HUGE, cap: str = "40 GiB") -> Figures:
+    """A model with more weights, gradients and states than a GPU of 80 GB holds, in half of it; drawn stage by stage."""
+    figures: Figures = {}
+
+    def note(name: str, value: Any) -> None:
+        figures[name] = value
+        print(name, value, file=sys.stderr, flush=True)
+
+    with torch.device("meta"):
+        bundle = model(sizes)
+    x, y = bundle.example(BATCH, 0)
+    num_parameters = sum(p.numel() for p in bundle.layers.parameters())
+    note("parameters_m", num_parameters / 1e6)
+    note("states_gib", 16 * num_parameters / 2**30)
+    note("gpu_gib", torch.cuda.get_device_properties(DEVICE).total_memory / 2**30)
+    start = time.perf_counter()
+    pipe = pipeline(bundle, example=(x, y), spill=Spilled(cap), stages=None)
+    note("planned_in_s", time.perf_counter() - start)
+    assert pipe.plan.spill is not None
+    note("predicted_s", pipe.plan.spill.limit_s)
+    note("binds", pipe.plan.spill.binds)
+    note("stages", len(pipe.plan.partition.stages))
+    torch.cuda.reset_peak_memory_stats()
+    for number in range(4):
+        start = time.perf_counter()
+        loss = pipe.step(x, y)
+        torch.cuda.synchronize()
+        note(f"step_{number}", [loss, time.perf_counter() - start])
+    note("peak_gib", torch.cuda.max_memory_allocated() / 2**30)
+    return figures
+
+
 def peak() -> Figures:
     """Memory under a small cap: planned, held between instructions, and the peak of torch's allocator."""
     cap = 192 << 20
@@ -155,6 +188,7 @@ PARTS: dict[str, tuple[Callable[[], Figures], float]] = {
     "large": (lambda: steps(LARGE), 60),
     "peak": (peak, 45),
     "spilled": (spilled, 70),
+    "too-large": (too_large, 230),
 }
 
 

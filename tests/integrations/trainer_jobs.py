@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import Trainer, TrainerCallback
 
 from pipefit.integrations.transformers import PipelineTrainer
@@ -32,7 +33,9 @@ History = list[dict[str, float]]
 def made(script: str, kind: Any, folder: Path, **settings: Any) -> Any:
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))
-    return importlib.import_module(script).trainer(kind, str(folder), **QUIET, **SHORTER.get(script, {}), **settings)
+    return importlib.import_module(script).trainer(
+        kind, str(folder), **{**QUIET, **SHORTER.get(script, {}), **settings}
+    )
 
 
 def history(trainer: Trainer) -> History:
@@ -62,6 +65,18 @@ def over_two(place: str) -> dict[str, History]:
     found = {}
     for script in SCRIPTS:
         trainer = made(script, PipelineTrainer, Path(place) / script)
+        trainer.train()
+        found[script] = history(trainer)
+    return found
+
+
+def on_gpus(place: str) -> dict[str, History]:
+    """The histories of two scripts with `PipelineTrainer`, each rank on a GPU of its own."""
+    current()
+    found = {}
+    for script in ("causal_lm", "sequence_classification"):
+        trainer = made(script, PipelineTrainer, Path(place) / script, use_cpu=False)
+        assert trainer.args.device == torch.device("cuda", current().rank)
         trainer.train()
         found[script] = history(trainer)
     return found

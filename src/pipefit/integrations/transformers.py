@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
 
@@ -124,6 +125,8 @@ class PipelineTrainer(Trainer):
         self._norm: Tensor | None = None
         self._only: str | None = None
         super().__init__(model, args, *positional, **options)
+        # Batches stay on the CPU: rank 0 sends them to the other ranks, and each stage moves what it needs.
+        self.accelerator.device_placement = False
 
     model: Any
     optimizer: Any
@@ -252,12 +255,16 @@ class PipelineTrainer(Trainer):
         if self._optimizers is None:
             whole = getattr(self.optimizer, "optimizer", self.optimizer)
             self._optimizers = StageOptimizers(self.model, whole, self.optimizer_cls_and_kwargs)
+        x, y = pytree.tree_map_only(Tensor, Tensor.cpu, (x, y))  # where the model is
         self._split = split_of(self, y, self._request)
         first = self._split.feed(x, y, 0, "train")[0]
         if self._cut is None:
             self.model.train()
             self._cut = cut(self.model, first.input)
         request = self._request
+        parallelism = request.parallelism
+        if parallelism.device is None:
+            parallelism = replace(parallelism, device=self.args.device)
         example = None
         if AUTO in (request.stages, request.schedule):
             example = first.input, first.target
@@ -270,7 +277,7 @@ class PipelineTrainer(Trainer):
             microbatches=self._split.parts * self.args.gradient_accumulation_steps,
             plan=request.plan,
             example=example,
-            parallelism=request.parallelism,
+            parallelism=parallelism,
             precision="bf16" if self.args.bf16 else "fp32",
             updates=Updates(clip_norm=self.args.max_grad_norm or _ANY_NORM, nonfinite="off", seed=self.args.seed),
         )

@@ -73,10 +73,10 @@ class KernelCount(TorchDispatchMode):
             self.kernels += made
             return result
         moved_bytes = num_bytes(tensors_of((args, kwargs, result)))
-        flops = _flops(func, args, kwargs, result)
         if packet in _ATTENTION:
-            self.kernels.append(_attention(_ATTENTION[packet], args, flops, moved_bytes))
+            self.kernels.append(_attention(_ATTENTION[packet], args, moved_bytes))
         else:
+            flops = _flops(func, args, kwargs, result)
             self.kernels.append(Kernel("pass", (flops, moved_bytes)))
         return result
 
@@ -96,11 +96,23 @@ def _in_8_bits(product: Kernel, operands: list[Tensor], weights: set[int]) -> li
     return made
 
 
-def _attention(kind: str, args: tuple[Any, ...], flops: float, moved_bytes: float) -> Kernel:
-    """A core of attention; a causal one computes half, a backward makes the scores again: five products, not four."""
-    model_flops = flops
+def _attention(kind: str, args: tuple[Any, ...], moved_bytes: float) -> Kernel:
+    """A core of attention; a causal one computes half, a backward makes the scores again: five products, not four.
+
+    Queries may have more heads than keys and values, which torch's own count refuses before 2.13.
+    """
+    first = 0
     if kind == "attention-back":
-        model_flops = flops * 4 / 5
+        first = 1  # after the gradient of the output
+    queries, keys, values = args[first : first + 3]
+    *_, rows, width = queries.shape
+    scores = math.prod(queries.shape[:-2]) * rows * keys.shape[-2]
+    used = values.shape[-1]
+    model_flops = 2.0 * scores * (width + used)
+    flops = model_flops
+    if kind == "attention-back":
+        model_flops *= 2
+        flops = 2.0 * scores * (3 * width + 2 * used)
     is_causal = any(one is True for one in args)
     if is_causal:
         flops /= 2
@@ -160,7 +172,7 @@ def _convolution(source: Tensor, kernel: Tensor, groups: int, places: Any) -> tu
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
-    count = flop_registry.get(_ALIKE.get(func.overloadpacket, func.overloadpacket))
+    count = flop_registry.get(func.overloadpacket)
     if count:
         return count(*args, **kwargs, out_val=result)
     return 0.0
@@ -170,11 +182,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 _OPERANDS = {_ATEN.mm: (0, 1), _ATEN.addmm: (1, 2), _ATEN.bmm: (0, 1), _ATEN.baddbmm: (1, 2)}
 _LINEAR = {_ATEN.mm, _ATEN.addmm}
 _FP8_ALIGNED = 16
-# Operations that torch's registry does not know: attention as a CPU runs it, which is also used on fake tensors.
-_ALIKE = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
-}
+# Attention as a CPU runs it, which is also used on fake tensors.
 _ATTENTION = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: "attention",
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: "attention-back",
