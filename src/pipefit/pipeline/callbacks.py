@@ -6,7 +6,7 @@ import contextlib
 import enum
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -85,8 +85,8 @@ class Callbacks:
     is called at every step. Three more attributes are optional. `every` is a number of steps: after each multiple of it
     the training pauses, and `step` is called before the next step begins; without it a loss is read while the next step
     runs. `evaluating()` is a context in which the model is evaluated. `moving` is a dict with tensors of the weights
-    that this process trains, by the weights' names: they move to another process together with their weights. By
-    `state_dict()` and `load_state_dict(state)` a process that enters the run takes what all ranks have alike.
+    that this process trains, by the weights' names: they move to another process together with their weights. `common`
+    are names of attributes with JSON data that all ranks have alike, which a process takes that enters the run.
 
     Args:
         all: in the order in which they are called.
@@ -115,21 +115,18 @@ class Callbacks:
         """The tensors of each that move with weights."""
         return [one.moving for one in self._all if hasattr(one, "moving")]
 
-    def states(self) -> list[Any]:
-        """The state of each; None: it has none."""
+    @property
+    def common(self) -> list[list[Any]]:
+        """What all ranks have alike: the places of callbacks, with names and values of their attributes."""
         found = []
-        for one in self._all:
-            state = None
-            if hasattr(one, "state_dict"):
-                state = one.state_dict()
-            found.append(state)
+        for place, one in enumerate(self._all):
+            found += [[place, name, getattr(one, name)] for name in getattr(one, "common", ())]
         return found
 
-    def take(self, states: Sequence[Any]) -> None:
-        """Gives each its state."""
-        for one, state in zip(self._all, states, strict=True):
-            if state is not None:
-                one.load_state_dict(state)
+    def take(self, common: Iterable[Sequence[Any]]) -> None:
+        """Takes what all ranks have alike."""
+        for place, name, value in common:
+            setattr(self._all[place], name, value)
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -180,6 +177,8 @@ class Checkpoints:
         clock: returns seconds.
     """
 
+    common = ("_next", "_saved", "_earlier")
+
     @checked()
     def __init__(
         self,
@@ -200,7 +199,7 @@ class Checkpoints:
         self._next = 1
         self._saved = -1
         self._clock = clock
-        self._earlier: set[str] | None = None
+        self._earlier: list[str] | None = None
 
     @property
     def every(self) -> int:
@@ -208,20 +207,6 @@ class Checkpoints:
         if self._interval is None:
             return self._every
         return self._next
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what all ranks have alike, as JSON data."""
-        earlier = None
-        if self._earlier is not None:
-            earlier = sorted(self._earlier)
-        return {"next": self._next, "saved": self._saved, "earlier": earlier}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what all other ranks have alike."""
-        self._next = state["next"]
-        self._saved = state["saved"]
-        if state["earlier"] is not None:
-            self._earlier = set(state["earlier"])
 
     def step(self, record: Record) -> None:
         """Saves a checkpoint when it is due."""
@@ -259,7 +244,7 @@ class Checkpoints:
         """Notes the checkpoints in the folder that are not of this training, or of those from which it resumed."""
         if self._earlier is None:
             # Every process knows them: another one may be rank 0 later.
-            self._earlier = set(self._of_first(lambda: _others_in(self.folder, step)))
+            self._earlier = self._of_first(lambda: _others_in(self.folder, step))
 
     def _of_first(self, look: Callable[[], Any]) -> Any:
         """The result of rank 0 on all ranks."""
@@ -302,6 +287,8 @@ class EarlyStopping:
         has_ended: whether the patience has ended the training.
     """
 
+    common = ("best_loss", "best_step", "_since")
+
     @checked()
     def __init__(self, pipe: Restorable, patience: Amount = 0, folder: str | Path | None = None) -> None:
         self._pipe = pipe
@@ -311,16 +298,6 @@ class EarlyStopping:
         self.best_step = 0
         self._since = 0
         self.has_ended = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the best evaluation and the patience, as JSON data."""
-        return {"best_loss": self.best_loss, "best_step": self.best_step, "since": self._since}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the best evaluation and the patience."""
-        self.best_loss = state["best_loss"]
-        self.best_step = state["best_step"]
-        self._since = state["since"]
 
     def evaluation(self, record: Record) -> Any:
         """Takes the loss of the current weights, which is the same on every rank."""

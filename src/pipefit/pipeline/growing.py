@@ -10,33 +10,25 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 
-from pipefit.errors import CommunicationError
+from pipefit.errors import CommunicationError, PipefitError, is_lost_peer
 from pipefit.pipeline.callbacks import Callbacks
 from pipefit.pipeline.facts import structure_of
-from pipefit.pipeline.loaders import packed, unpacked
 from pipefit.pipeline.rearrange import rearrange, why_stays
-from pipefit.pipeline.recovery import in_words
 from pipefit.pipeline.repairable import why_not
 from pipefit.planner import plan_without
 from pipefit.runtime.collectives import exchange
 from pipefit.runtime.faults import note
-from pipefit.runtime.joining import DOOR, READY, ROOM, Entry
+from pipefit.runtime.joining import DOOR, OWN, READY, Entry
 from pipefit.runtime.repairs import BACK, Repairs
 from pipefit.runtime.session import Session, current
 from pipefit.spec import Plan
 from pipefit.stage.materialise import forget_others
-
-
-class _Numbers(NamedTuple):
-    """The numbers of a training that a checkpoint has, too; see `SavedState`."""
-
-    ordinal: int
-    loss_scale: dict[str, Any] | None
-    position: dict[str, Any] | None
 
 
 class Growing:
@@ -49,7 +41,6 @@ class Growing:
     def __init__(self, pipe: Any) -> None:
         self._of = weakref.ref(pipe)
         self._whole: Plan = pipe.plan
-        self._is_small = False
 
     @property
     def _pipe(self) -> Any:
@@ -57,38 +48,20 @@ class Growing:
         assert pipe is not None
         return pipe
 
-    def shrinks(self) -> None:
-        """Keeps the plan of all ranks, when the first one is lost."""
-        if not self._is_small:
-            self._is_small = True
-            self._whole = self._pipe.plan
-
-    def has_shrunk(self) -> None:
-        """Says whether a process may enter, after a repair."""
-        _repairs().say(ROOM, self._why_not())
-
     def _why_not(self) -> str:
         """The reason why no process can enter; "": one can."""
         pipe = self._pipe
-        if len(current().trainings) > 1:
-            return "several pipelines are trained"
-        if pipe.recovery is None or pipe.recovery.asked is None or pipe.recovery.num_fits > 1:
-            return "the training is not in its first fit"
+        if len(current().trainings) > 1 or pipe.recovery is None or pipe.recovery.first is None:
+            return "the training is not in the first fit of one pipeline"
         if pipe.rebalancer is not None:
             return "layers move between the ranks (rebalance)"
         reasons = [why_stays(layer) for layer in pipe.layers]
         return next(filter(None, reasons), "")
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self) -> list[Any]:
         """The facts that a process must have in common with the others before it enters."""
         pipe = self._pipe
-        asked = pipe.recovery.asked
-        kinds = []
-        for one in asked.callbacks:
-            # Of the others, such as a display, ranks may have different ones.
-            if any(hasattr(one, name) for name in ("every", "moving", "state_dict")):
-                kinds.append(type(one).__qualname__)
-        return {"model": structure_of(pipe.given.work), "steps": asked.steps, "callbacks": kinds}
+        return [structure_of(pipe.given.work), pipe.recovery.first.steps]
 
     # ---- the ranks -------------------------------------------------------------------------------------------------
 
@@ -104,47 +77,34 @@ class Growing:
         session.settle()
         repairs = _repairs()
         why = self._why_not()
-        if not why:
-            theirs = repairs.door.facts
-            differ = [name for name, fact in self._facts().items() if theirs[name] != fact]
-            if differ:
-                why = f"of its own it has: {', '.join(differ)}"
+        if not why and repairs.door.facts != self._facts():
+            why = "its model or its number of steps is another one"
         repairs.say(DOOR, (number, why))
         with session.progress.waiting():
             entry = repairs.door.wait(number)
         if entry is not None:
-            _certainly(lambda: self._admit(entry, state, batch))
+            _certainly(self._admit, entry, state, batch)
 
     def _admit(self, entry: Entry, state: dict[str, Any], batch: Any) -> None:
         pipe = self._pipe
         before = current().rank
         session = current().with_newcomer(entry)
-        plan = self._plan(entry.absent)
         data = {
-            "plan": msgspec.to_builtins(plan),
+            "plan": msgspec.to_builtins(self._whole),
             "step": pipe.num_updates,
             "state": state,
-            "callbacks": packed(pipe.loop.callbacks.states()),
+            "callbacks": pipe.loop.callbacks.common,
             "programs": session.programs,
             "passes": session.progress.passes,
             "commits": _repairs().commits,
             "verified": pipe.verified,
         }
         exchange(session, data)
-        rearrange(pipe, plan, session)
-        self._is_small = bool(entry.absent)
+        rearrange(pipe, without(pipe, self._whole, entry.absent), session)
         self._end(batch)
         if before == 0 and session.folder is not None:
-            facts = {"entered": session.num_ranks, "step": pipe.num_updates, "plan": in_words(plan)}
-            note(session.folder, time.time(), **facts, start=session.num_faults)
-
-    def _plan(self, absent: Sequence[int]) -> Plan:
-        """The plan of all ranks, without some that are missing."""
-        plan = self._whole
-        header = self._pipe.program.header
-        for rank in reversed(absent):
-            plan = plan_without(plan, rank, ties=header.ties, clip=header.clip)
-        return plan
+            facts = {"entered": session.num_ranks, "step": pipe.num_updates, "start": session.num_faults}
+            note(session.folder, time.time(), **facts)
 
     # ---- the process that enters -----------------------------------------------------------------------------------
 
@@ -153,26 +113,28 @@ class Growing:
         pipe = self._pipe
         repairs = _repairs()
         repairs.say(READY, self._facts())
-        entry = repairs.door.wait()
-        assert entry is not None
-        _certainly(lambda: self._enter(entry))
-        pipe.comparison.enters = lambda batch: _certainly(lambda: self._end(batch))
+        entry = repairs.door.wait(OWN)
+        if entry is None:
+            raise PipefitError("the others go on without this process")
+        _certainly(self._enter, entry)
+        pipe.comparison.enters = partial(_certainly, self._end)
 
     def _enter(self, entry: Entry) -> None:
         pipe = self._pipe
         # Its own weights are those of the beginning.
         pipe.engine.workers = []
         forget_others(pipe.layers, set())
-        pipe.loop.callbacks = Callbacks(pipe.recovery.asked.callbacks, current().stop)
+        pipe.loop.callbacks = Callbacks(pipe.recovery.first.callbacks, current().stop)
         session = current().with_newcomer(entry)
         data = next(filter(None, exchange(session, None)))
-        pipe.state.resume(data["step"], _Numbers(**data["state"]))
+        pipe.state.resume(data["step"], SimpleNamespace(**data["state"]))
         pipe.verified = data["verified"]
-        pipe.loop.callbacks.take(unpacked(data["callbacks"]))
+        pipe.loop.callbacks.take(data["callbacks"])
         session.programs.update(data["programs"])
         session.progress.passes = data["passes"]
         _repairs().commits = data["commits"]
-        rearrange(pipe, msgspec.convert(data["plan"], Plan), session)
+        self._whole = msgspec.convert(data["plan"], Plan)
+        rearrange(pipe, without(pipe, self._whole, entry.absent), session)
 
     # ---- all -------------------------------------------------------------------------------------------------------
 
@@ -185,13 +147,21 @@ class Growing:
         repairs.say(BACK, None)
 
 
+def without(pipe: Any, plan: Plan, lost: Sequence[int]) -> Plan:
+    """A plan of a pipeline without some ranks."""
+    header = pipe.program.header
+    for rank in sorted(lost, reverse=True):
+        plan = plan_without(plan, rank, ties=header.ties, clip=header.clip)
+    return plan
+
+
 def _repairs() -> Repairs:
     session: Session = current()
     assert session.repairs is not None
     return session.repairs
 
 
-def _certainly(work: Callable[[], None]) -> None:
+def _certainly(work: Callable[..., None], *args: Any) -> None:
     """Does a part of the meeting; where it fails, all ranks are started again.
 
     Raises:
@@ -200,8 +170,10 @@ def _certainly(work: Callable[[], None]) -> None:
     repairs = _repairs()
     try:
         with repairs.inside():
-            work()
+            work(*args)
     except Exception as problem:  # of any kind: the run can be restored
         why = f"{type(problem).__name__}: {problem}"
+        if is_lost_peer(problem):
+            repairs.await_word()
         repairs.refuse(why)
         raise CommunicationError(f"a process that was started again could not enter: {why}") from problem

@@ -39,7 +39,7 @@ class _Pass:
         """The rest of the pass."""
         if _has_state(self.loader):
             return iter(self.loader)
-        self.order = packed(_state_of(self.loader))
+        self.order = _packed(_state_of(self.loader))
         return _after(self.loader, self.batches)
 
 
@@ -71,7 +71,7 @@ class LoaderPosition:
         at = self._current[0]
         is_new = at.iterator is None or _has_state(at.loader)
         if is_new:
-            state = packed(_state_of(at.loader))
+            state = _packed(_state_of(at.loader))
         else:
             state = at.order
         return {**_kind(at.loader), "epoch": at.epoch, "batches": at.batches, "state": state}
@@ -226,7 +226,7 @@ def _restore(loader: Any, saved: dict[str, Any]) -> None:
     if was != now:
         raise DataError(f"the checkpoint stands at batch {saved['batches']} of {was}, but fit was given {now}; {cure}")
     try:
-        state = unpacked(saved["state"])
+        state = _unpacked(saved["state"])
         if _has_state(loader):
             loader.load_state_dict(state)
         else:
@@ -255,7 +255,7 @@ def number_of(batches: Any) -> int | None:
         return None
 
 
-def packed(state: Any) -> Any:
+def _packed(state: Any) -> Any:
     """A state as JSON data: unchanged, or the bytes of `torch.save`."""
     try:
         if json.loads(json.dumps(state)) == state:
@@ -267,8 +267,7 @@ def packed(state: Any) -> Any:
     return {"torch": base64.b64encode(file.getvalue()).decode()}
 
 
-def unpacked(state: Any) -> Any:
-    """The state that `packed` was given."""
+def _unpacked(state: Any) -> Any:
     if not isinstance(state, dict) or state.keys() != {"torch"}:
         return state
     return torch.load(io.BytesIO(base64.b64decode(state["torch"])), weights_only=True)

@@ -42,9 +42,7 @@ class PendingLosses:
         else:
             mark = 0
         extra = (*own, float(stop.requested), float(stop.wanted), float(mark), float(mark**2))
-        newcomer = 0
-        if engine.session.repairs is not None:
-            newcomer = engine.session.repairs.door.known
+        newcomer = engine.session.door.known
         extra = (*extra, float(newcomer), float(newcomer**2))
         # Every micro-batch's loss is known to one rank, and zero on the others: their sum is exact in any order, so the
         # losses of the steps are bitwise the same for every placement of micro-batches.
@@ -84,8 +82,7 @@ class PendingLosses:
             compare(self._shapes)
         self._session.stop.agreed |= requested > 0
         self._session.stop.ended |= wanted > 0
-        if self._session.repairs is not None:
-            self._session.repairs.door.agree(newcomers, of_newcomers, self._num_ranks)
+        self._session.door.agree(newcomers, of_newcomers, self._num_ranks)
         return self._figures[0].sum(1).tolist()
 
     @property

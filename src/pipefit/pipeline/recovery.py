@@ -67,8 +67,7 @@ class Recovery:
     Attributes:
         every: steps between copies in memory; 0: there are none.
         folder: of these copies, and of the log of a training without checkpoints; None: there is none.
-        asked: the `fit` that runs, as it was asked for; None: none has begun.
-        num_fits: that have begun.
+        first: the first `fit` of this process, while it runs.
     """
 
     def __init__(self, pipe: Any) -> None:
@@ -78,8 +77,7 @@ class Recovery:
         self.folder = self._own_folder()
         self.follow(pipe.session)
         self._is_first_fit = True
-        self.asked: Fit | None = None
-        self.num_fits = 0
+        self.first: Fit | None = None
         self._losses: list[float] = []
         self._facts: dict[str, Any] = {}
         self._log: Logger | None = None
@@ -107,8 +105,9 @@ class Recovery:
     def begin(self, asked: Fit) -> Fit:
         """Begins a `fit`; the first one of a run that was started again resumes. Every rank must call it."""
         asked = asked._replace(callbacks=[self, *asked.callbacks])
-        self.asked = asked
-        self.num_fits += 1
+        self.first = None
+        if self._is_first_fit:
+            self.first = asked
         self._resume(asked.callbacks)
         batches = asked.batches
         steps = asked.steps
@@ -160,8 +159,8 @@ class Recovery:
         log = logs[0] if logs else self._log
         if self._session.is_outside:
             self._pipe.repair.growing.enter()
-            place = log.place if log else None
-            self._take_losses(0, _losses_in(place), place)
+            assert log is not None
+            self._take_losses(0, _losses_in(log.place))
         elif not self._session.start.restart:
             if log is not None:
                 log.begin(self._pipe.num_updates + 1)
@@ -197,20 +196,20 @@ class Recovery:
                 except PipefitError as problem:  # an earlier one may be whole
                     _log.warning("skipped a checkpoint: %s", problem)
         now = self._pipe.num_updates
-        self._take_losses(before, known, log)
+        self._take_losses(before, known)
         ranks = self._pipe.plan.num_processes
         lost = max([0, *(int(step) - now for step in known)])
         self._facts = {"resumed": now, "source": source, "lost": lost, "ranks": ranks}
         if ranks != self._session.start.full:
-            self._facts["plan"] = f"planned anew: {in_words(self._pipe.plan)}"
+            self._facts["plan"] = f"planned anew: {_in_words(self._pipe.plan)}"
 
-    def _take_losses(self, before: int, known: Mapping[str, float], log: Path | None) -> None:
+    def _take_losses(self, before: int, known: Mapping[str, float]) -> None:
         """Takes the losses of the steps from a number on, as the log has them."""
         now = self._pipe.num_updates
         self._losses = [known.get(str(step), math.nan) for step in range(before + 1, now + 1)]
         unknown = sum(map(math.isnan, self._losses))
         if unknown and self._session.rank == 0:
-            _log.warning("the losses of %d steps are in no log, and are returned as NaN: %s", unknown, log)
+            _log.warning("the losses of %d steps are in no log, and are returned as NaN", unknown)
 
     def repaired(self) -> None:
         """Notes that the training has gone on without a rank, after its next step."""
@@ -220,7 +219,7 @@ class Recovery:
             "source": IN_PLACE,
             "lost": 0,
             "ranks": plan.num_processes,
-            "plan": f"planned anew: {in_words(plan)}",
+            "plan": f"planned anew: {_in_words(plan)}",
         }
 
     # ---- the callback ----------------------------------------------------------------------------------------------
@@ -249,8 +248,7 @@ class Recovery:
             self._memory.keep()
 
 
-def in_words(plan: Plan) -> str:
-    """A plan in some words."""
+def _in_words(plan: Plan) -> str:
     copies = ", ".join(str(len(found)) for found in plan.placement.ranks)
     return f"{plan.schedule}, copies of the stages {copies}"
 

@@ -6,10 +6,9 @@ import weakref
 from typing import Any
 
 from pipefit.errors import PipefitError, PlanError
-from pipefit.pipeline.growing import Growing
+from pipefit.pipeline.growing import Growing, without
 from pipefit.pipeline.rearrange import rearrange
 from pipefit.pipeline.repairable import why_not
-from pipefit.planner import plan_without
 from pipefit.runtime.repairs import Loss
 from pipefit.runtime.session import current
 from pipefit.spec import Plan
@@ -69,13 +68,11 @@ class Repair:
         pipe = self._pipe()
         session = current().without(loss)
         assert pipe is not None and session.repairs is not None
-        self.growing.shrinks()
         rearrange(pipe, self._plan, session)
         self._known = len(session.repairs.losses)
         session.repairs.listen(why_not(pipe.plan))
         if pipe.recovery is not None:
             pipe.recovery.repaired()
-        self.growing.has_shrunk()
 
 
 def _without(pipe: Any, plan: Plan, loss: Loss) -> Plan:
@@ -85,7 +82,4 @@ def _without(pipe: Any, plan: Plan, loss: Loss) -> Plan:
         is_kept = pipe.recovery is not None and pipe.recovery.every == 1
         if set(ranks) <= set(loss.lost) and not is_kept:
             raise PlanError(f"no copy of stage {stage} is left")
-    header = pipe.program.header
-    for rank in sorted(loss.lost, reverse=True):
-        plan = plan_without(plan, rank, ties=header.ties, clip=header.clip)
-    return plan
+    return without(pipe, plan, loss.lost)

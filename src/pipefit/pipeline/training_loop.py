@@ -226,7 +226,7 @@ class TrainingLoop:
         while steps is None or self._state.num_updates - first < steps:
             if self._stop.agreed or self._stop.ended:
                 break
-            newcomer = self._newcomer()
+            newcomer = self._engine.session.door.take()
             before = self._state.saved() if newcomer else {}
             batch = next(batches, None)
             if batch is None:
@@ -235,7 +235,7 @@ class TrainingLoop:
                 if pending:
                     losses += self._read(pending)
                     pending = None
-                self._admit(newcomer, before, batch)
+                self._engine.session.door.admit(newcomer, before, batch)
             try:
                 started = self.start_step(*pair_of(batch))
             except _RefusedStepError:
@@ -248,21 +248,6 @@ class TrainingLoop:
         if pending:
             losses += self._read(pending)
         return losses
-
-    def _newcomer(self) -> int:
-        """The number of a newcomer of which all ranks know, since the same step; 0: there is none."""
-        repairs = self._engine.session.repairs
-        if repairs is None:
-            return 0
-        number = repairs.door.agreed
-        repairs.door.agreed = 0
-        return number
-
-    def _admit(self, newcomer: int, before: dict[str, Any], batch: Any) -> None:
-        """Lets a process enter that was started again."""
-        repairs = self._engine.session.repairs
-        assert repairs is not None
-        repairs.door.admit(newcomer, before, batch)
 
     def _run_segment(self, batches: Iterator[Any], steps: int | None) -> list[float]:
         """Runs one program over all updates, whose micro-batches overlap; it drains at its end."""

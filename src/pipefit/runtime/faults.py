@@ -2,7 +2,7 @@
 
 {"fault": "rank 1 failed at …", "start": 0, "time": …}                       by the launcher
 {"resumed": 30, "source": "memory", "start": 1, "ranks": 4, "lost": 0, …}    by rank 0, after its next step
-{"entered": 4, "step": 40, "plan": …, "start": 1, …}                         by a rank, after a process has entered
+{"entered": 4, "step": 40, "start": 1, …}                                    by a rank, after a process has entered
 {"move": "layer 3 …", "why": …, "step": 50, "start": 1, …}                   by rank 0, after layers have moved
 """
 
@@ -77,7 +77,7 @@ def events_of(lines: Sequence[Mapping[str, Any]]) -> list[Event]:
         if "move" in line:
             found.append(_moved(line))
         elif "entered" in line:
-            found.append(Event(line["step"], GREW, _ENTERED, f"{line['entered']} ranks train ({line['plan']})"))
+            found.append(Event(line["step"], GREW, _ENTERED, f"after step {line['step']} on {line['entered']} ranks"))
         elif "fault" in line:
             found.append(_resumed(str(line["fault"]), recoveries.pop(line["start"], None)))
     elsewhere = [_resumed(_ELSEWHERE, line) for line in recoveries.values()]

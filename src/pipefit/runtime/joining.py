@@ -14,9 +14,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from pipefit.errors import PipefitError
-
-ROOM = "room"
 READY = "ready"
 DOOR = "door"
 """The words of a rank, or of a process that is to enter, for the launcher."""
@@ -25,18 +22,23 @@ ENTER = "enter"
 AWAY = "away"
 """The words of the launcher, which also passes "ready" on."""
 
+OWN = 1
+"""In place of the number of an announcement: a loss comes before the first one, and takes this number."""
+
 
 class Entry(NamedTuple):
     """The ranks with a process that enters.
 
     Attributes:
-        members: the number that each rank has had, in the order of the new numbers; None: it enters.
+        rank: the new number of this process.
+        num_ranks: with the process that enters.
         absent: the ranks of the beginning that are still missing.
         entered: processes that have entered since all were started, with this one.
         faults: of the run so far.
     """
 
-    members: list[int | None]
+    rank: int
+    num_ranks: int
     absent: list[int]
     entered: int
     faults: int
@@ -46,16 +48,16 @@ class Door:
     """The side of one process.
 
     Attributes:
-        agreed: number of the announcement of which all ranks knew in the last step whose losses were read; 0: none.
         facts: of the process that was announced last.
         admit: lets the process of an announcement enter, between two steps: with its number, the state of the training,
             and the next batch.
     """
 
+    admit: Callable[[int, dict[str, Any], Any], None]
+
     def __init__(self) -> None:
-        self.agreed = 0
         self.facts: Any = None
-        self.admit: Callable[[int, dict[str, Any], Any], None] = _refuse
+        self._agreed = 0
         self._changed = threading.Condition()
         self._announced = 0
         self._withdrawn = 0
@@ -64,10 +66,9 @@ class Door:
     @property
     def known(self) -> int:
         """Number of the announcement that this rank knows; 0: there is none, or it was withdrawn."""
-        with self._changed:
-            if self._announced > self._withdrawn:
-                return self._announced
-            return 0
+        if self._announced > self._withdrawn:
+            return self._announced
+        return 0
 
     def hears(self, word: str, what: Any) -> None:
         """Takes a word of the launcher; all but two withdraw the announcement: also the loss of a rank does."""
@@ -77,36 +78,36 @@ class Door:
             elif word == ENTER:
                 self._entry = Entry(*what)
             else:
-                self._withdrawn = self._announced
+                self._withdrawn = max(self._announced, OWN)
             self._changed.notify_all()
 
     def agree(self, total: float, squares: float, num_ranks: int) -> None:
         """Takes the sum of the numbers that all ranks know, and that of their squares."""
-        self.agreed = 0
+        self._agreed = 0
         if total and total**2 == squares * num_ranks:
-            self.agreed = round(total / num_ranks)
+            self._agreed = round(total / num_ranks)
 
-    def wait(self, number: int | None = None) -> Entry | None:
+    def take(self) -> int:
+        """The number of the announcement of which all ranks know since the last step that was read, once; 0: none."""
+        agreed = self._agreed
+        self._agreed = 0
+        return agreed
+
+    def wait(self, number: int) -> Entry | None:
         """Waits until the launcher lets a process enter.
 
         Args:
-            number: of its announcement; None: it is this process.
+            number: of its announcement; `OWN`: it is this process.
 
         Returns:
             None: the announcement was withdrawn, or another one followed.
         """
 
         def is_over() -> bool:
-            if self._entry is not None or number is None:
-                return self._entry is not None
-            return self._withdrawn >= number or self._announced > number
+            return self._entry is not None or self._withdrawn >= number or self._announced > number
 
         with self._changed:
             self._changed.wait_for(is_over)
             entry = self._entry
             self._entry = None
             return entry
-
-
-def _refuse(number: int, state: dict[str, Any], batch: Any) -> None:
-    raise PipefitError("there is no training yet")

@@ -19,7 +19,7 @@ from pipefit.ir import text
 from pipefit.runtime.calls import ORDER
 from pipefit.runtime.progress import positions_of
 from pipefit.runtime.repairs import WORDS
-from pipefit.runtime.signals import TERMINATED, death, leaving
+from pipefit.runtime.signals import TERMINATED, leaving
 from pipefit.runtime.survivors import Survivors
 from pipefit.runtime.waits import where
 
@@ -125,8 +125,10 @@ def collect(
                 kind, what = "died", processes[process].exitcode
             if kind in WORDS:
                 survivors.hears(process, kind, what)
-            elif survivors.ends(process, kind, what):
+            elif process in survivors.left:
                 outcomes[process] = kind, what
+            else:
+                survivors.newcomers.failed(process, f"{kind} ({what})", survivors.left)
         if first_s == 0.0 and not asked:
             _lose(outcomes, survivors, place)
         if survivors.lost and outcomes:
@@ -153,11 +155,10 @@ def collect(
         if isinstance(problem, LaunchError):
             problem.time_s = survivors.began_s or first_s
             problem.faults = survivors.faults
-            problem.is_of_entry = survivors.newcomers.entering is not None
+            problem.is_of_entry = survivors.newcomers.is_entering
             problem.is_noted = bool(survivors.undone) and not problem.is_of_entry
             problem.why_not = "; ".join(survivors.why_not)
         raise problem
-    survivors.newcomers.end()
     return [outcomes[process] for process in survivors.left]
 
 
@@ -186,7 +187,10 @@ def _failure(failures: dict[int, tuple[str, Any]], place: Path, survivors: Survi
         return what
     said = what
     if kind == "died":
-        said = death(what)
+        name = f"exit code {what}"
+        if what and what < 0:
+            name = signal.Signals(-what).name
+        said = f"the process died ({name})"
     last, began = _last_place(rank, place)
     log = place / f"rank-{survivors.newcomers.home_of(process)}.log"
     return LaunchError(f"rank {rank} failed {last}: {said}\n  its log: {log}", began, kind == "failed")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from pipefit.errors import CommunicationError, PipefitError, is_lost_peer
-from pipefit.runtime.joining import DOOR, READY, ROOM, Door
+from pipefit.runtime.joining import DOOR, READY, Door
 from pipefit.runtime.progress import MEETING, Progress
 from pipefit.runtime.sockets import open_sockets, shut_down
 
@@ -36,7 +36,7 @@ HERE = "here"
 CANNOT = "cannot"
 BACK = "back"
 HUNG = "hung"
-WORDS = (CAN, HERE, CANNOT, BACK, HUNG, ROOM, READY, DOOR)
+WORDS = (CAN, HERE, CANNOT, BACK, HUNG, READY, DOOR)
 """The words of a rank for its launcher."""
 
 LOST = "lost"
@@ -271,7 +271,7 @@ class Repairs:
             self.refuse(str(why))
             raise CommunicationError(f"the run does not go on without the lost ranks: {why}") from None
         except RuntimeError:
-            self._await_word()
+            self.await_word()
             raise
         self._mending = None
         self.say(BACK, loss.number)
@@ -289,7 +289,7 @@ class Repairs:
         Raises:
             BaseException: the problem, where the run is not repaired.
         """
-        self._await_word()
+        self.await_word()
         answer = None
         while answer is None:
             loss = self._loss
@@ -309,7 +309,7 @@ class Repairs:
         self._mending = loss
         self._catch_up(answer.states)
 
-    def _await_word(self) -> None:
+    def await_word(self) -> None:
         """Waits for the launcher's word about a rank that this one has lost."""
         with self._changed:
             self._changed.wait_for(lambda: self._loss or self._has_ended, _WORD_S)

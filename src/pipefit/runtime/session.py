@@ -25,7 +25,7 @@ from pipefit.ir.program import Program
 from pipefit.runtime import repairs
 from pipefit.runtime.background import Background
 from pipefit.runtime.calls import different_calls, lost_peer
-from pipefit.runtime.joining import Entry
+from pipefit.runtime.joining import Door, Entry
 from pipefit.runtime.meeting import ENTERED, ENTERS, FULL, RESTART, TIMEOUT, Start, agent_folder, meet
 from pipefit.runtime.progress import (
     CALLS,
@@ -185,6 +185,13 @@ class Session:
             self.repairs.refuse(why)
 
     @property
+    def door(self) -> Door:
+        """The door of this process, at which nobody ever is where nothing is repaired."""
+        if self.repairs is None:
+            return Door()
+        return self.repairs.door
+
+    @property
     def num_faults(self) -> int:
         """Faults of the run so far from which it has recovered."""
         if self.repairs is None:
@@ -198,10 +205,9 @@ class Session:
     def with_newcomer(self, entry: Entry) -> Session:
         """The session of all ranks with a process that enters, which may be this one; the one before has ended."""
         assert self.repairs is not None
-        before = None if self.is_outside else self.rank
         self.repairs.faults = entry.faults
         os.environ[ENTERED] = str(entry.entered)
-        return self._renumbered(entry.members.index(before), len(entry.members))
+        return self._renumbered(entry.rank, entry.num_ranks)
 
     def _renumbered(self, rank: int, num_ranks: int) -> Session:
         """The session of other ranks, among which this process has a number."""
@@ -350,9 +356,7 @@ def join() -> Session:
     progress = Progress(_own_file(shared, rank) if shared else None)
     stop = Stop()
     listen(stop, folder, ctrl_c=is_elastic)
-    if enters:
-        pass
-    elif folder is not None:
+    if folder is not None:
         answer_with_stack(folder, rank)
     else:
         atexit.register(_leave_well)

@@ -82,14 +82,6 @@ def leaving(numbers: Sequence[int]) -> BaseException:
     return SystemExit(TERMINATED)
 
 
-def death(code: int | None) -> str:
-    """The death of a process with an exit code, in words."""
-    name = f"exit code {code}"
-    if code and code < 0:
-        name = signal.Signals(-code).name
-    return f"the process died ({name})"
-
-
 def stack_file(folder: Path, rank: int) -> Path:
     """The file to which a rank writes its stack on request."""
     return folder / f"rank-{rank}.stack"

@@ -85,15 +85,6 @@ class Survivors:
             return self.left
         return [*self.left, self.newcomers.process]
 
-    def ends(self, process: int, kind: str, what: Any) -> bool:
-        """Takes the outcome of a process; returns whether it is one of a rank."""
-        if process not in self.left:
-            self.newcomers.failed(process, kind, what, self.left)
-            return False
-        if process == self.newcomers.entering and kind not in ("died", "done", "stopped"):
-            self.turn_away(f"{kind}: {what}")
-        return True
-
     def give_up(self, reason: str) -> None:
         """Ends a repair that is under way, if one is."""
         if self.lost:
@@ -109,12 +100,8 @@ class Survivors:
             self._can[process] = what
         elif word == CANNOT and self.lost:
             self._fail(f"rank {self.rank_of(process)}: {what}")
-        elif word == CANNOT and self.newcomers.entering is not None:
-            self.turn_away(what)
         elif word == CANNOT and self._joining and not self._has_ended:
-            self.undone = self._fault
-            self.faults -= 1
-            self._fail(what)
+            self._undo(what)
         elif word == HUNG:
             self._kill(*what)
         elif word == BACK:
@@ -134,11 +121,14 @@ class Survivors:
         self._ranks = list(self.left)
         self._joining = set(self.left)
 
-    def turn_away(self, why: str) -> None:
-        """Ends the run of all ranks, with which a process that was started again could not meet."""
-        if self.newcomers.entering is not None and not self._has_ended:
-            self.undone = f"rank {self.rank_of(self.newcomers.entering)} was started again, but could not enter"
-            self._fail(why)
+    def _undo(self, why: str) -> None:
+        """Ends a meeting that has failed: of the ranks that are left, or with a process that was started again."""
+        if self.newcomers.is_entering:
+            self.undone = "a rank was started again, but could not enter"
+        else:
+            self.undone = self._fault
+            self.faults -= 1
+        self._fail(why)
 
     def _kill(self, rank: int, faults: int, said: str) -> None:
         """Kills a process that hangs: then it is lost. Of several reports at a time the first one counts."""
