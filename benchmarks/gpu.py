@@ -133,7 +133,7 @@ def spilled() -> Figures:
 
 
 def too_large(sizes: dict[str, Any] = HUGE, cap: str = "40 GiB") -> Figures:
-    """A model with more weights, gradients and states than a GPU of 80 GB holds, in half of it; drawn stage by stage."""
+    """A model with more weights, gradients and states than a GPU of 80 GB has room for, in half of it."""
     figures: Figures = {}
 
     def note(name: str, value: Any) -> None:

@@ -17,6 +17,7 @@ from pipefit.ir.op import Op
 from pipefit.pipeline import callbacks
 from pipefit.pipeline import pipeline as module
 from pipefit.pipeline.loggers import csv_log
+from pipefit.runtime import repairs
 from pipefit.runtime.progress import TOGETHER
 from pipefit.runtime.repairs import Interrupted
 from pipefit.runtime.session import Session, current
@@ -85,6 +86,20 @@ def train(place: str, options: dict[str, Any], faults: list[Fault]) -> Trained:
     pipe.report()
     pipe.close()
     return Trained(figures, weights, os.getpid())
+
+
+def train_over_late_connections(place: str, options: dict[str, Any], faults: list[Fault]) -> Trained:
+    """Trains as `train` does; connections are there only after a loss was reported, and all were shut down."""
+    shut_down = repairs.shut_down
+    calls: list[set[int]] = []
+
+    def late(before: set[int]) -> None:
+        calls.append(before)
+        if len(calls) > 1:
+            shut_down(before)
+
+    repairs.shut_down = late
+    return train(place, options, faults)
 
 
 def count_forwards(fault: Fault) -> tuple[list[float], int]:

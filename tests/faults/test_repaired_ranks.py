@@ -4,7 +4,15 @@ import signal
 
 import pytest
 import torch
-from tests.faults.repaired_jobs import COPIES, Fault, count_forwards, go_on_after_an_interruption, steps_in, train
+from tests.faults.repaired_jobs import (
+    COPIES,
+    Fault,
+    count_forwards,
+    go_on_after_an_interruption,
+    steps_in,
+    train,
+    train_over_late_connections,
+)
 
 from pipefit.runtime.faults import noted
 from pipefit.runtime.launch import LaunchError, launch
@@ -48,6 +56,15 @@ def test_the_ranks_that_are_left_go_on_in_their_processes(faults, left, whole, t
     assert [line["start"] for line in lines if "fault" in line] == list(range(len(faults)))
     assert lines[1]["source"] == "the ranks that are left" and lines[1]["lost"] == 0
     assert f"repair {len(faults)} of 2: {left} ranks go on" in caplog.text
+
+
+def test_connections_that_are_made_as_a_loss_is_reported_are_shut_down_too(whole, tmp_path, caplog):
+    """The others once waited on these for their deadline, in the thread that writes a checkpoint too."""
+    expected, _ = whole
+    options = {"folder": tmp_path / "logs", "quiet": True, "recover": 1, "deadline_s": 60}
+    found = launch(train_over_late_connections, 4, str(tmp_path), COPIES, [Fault(3, "bwd", 2)], **options)
+    assert len(found) == 3 and all(is_same(one, expected) for one in found)
+    assert "repair 1 of 1: 3 ranks go on" in caplog.text
 
 
 @pytest.mark.slow

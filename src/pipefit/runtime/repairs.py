@@ -187,14 +187,23 @@ class Repairs:
                 if word != GO:
                     self.door.hears(word, what)
                 if word == LOST:
-                    shut_down(self._before)
+                    self.end_waits()
 
     def _look(self) -> None:
-        """Gives a repair up where this rank still makes process groups: a connection that it awaits never comes."""
+        """Ends the waits that have begun since a loss, as on a connection that was being made.
+
+        Gives the repair up where this rank still makes process groups: a connection that it awaits never comes.
+        """
         with self._changed:
-            is_stuck = self._loss is not None and self._progress.position.index == MEETING
-        if is_stuck:
+            is_over = self._loss is None or self._answer is not None
+            if not is_over:
+                self.end_waits()
+        if not is_over and self._progress.position.index == MEETING:
             self.refuse("it was making process groups")
+
+    def end_waits(self) -> None:
+        """Ends the waits of this process for others, in every thread; its process groups are of no use any more."""
+        shut_down(self._before)
 
     # ---- units -----------------------------------------------------------------------------------------------------
 

@@ -214,6 +214,7 @@ class Session:
         global _session
         assert self.repairs is not None
         assert self.folder is not None
+        self.repairs.end_waits()
         self.background.settle(self.progress)
         self.background.group = None
         if self.watchdog is not None:
