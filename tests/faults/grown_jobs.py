@@ -49,8 +49,8 @@ class Life:
     Args:
         pipe: that is trained.
         deaths: the ranks that die, one after each entry.
-        alone: a file without which a training that has lost a rank waits, and with which it ends without the rank; None:
-            it goes on until the rank has come back.
+        alone: a file for which a training that has lost a rank waits, before it ends without the rank; None: it trains
+            until the rank has come back.
     """
 
     every = 1

@@ -26,7 +26,7 @@ from pipefit.runtime.collectives import exchange
 from pipefit.runtime.faults import note
 from pipefit.runtime.joining import DOOR, OWN, READY, Entry
 from pipefit.runtime.repairs import BACK, Repairs
-from pipefit.runtime.session import Session, current
+from pipefit.runtime.session import current
 from pipefit.spec import Plan
 from pipefit.stage.materialise import forget_others
 
@@ -156,9 +156,9 @@ def without(pipe: Any, plan: Plan, lost: Sequence[int]) -> Plan:
 
 
 def _repairs() -> Repairs:
-    session: Session = current()
-    assert session.repairs is not None
-    return session.repairs
+    repairs = current().repairs
+    assert repairs is not None
+    return repairs
 
 
 def _certainly(work: Callable[..., None], *args: Any) -> None:
@@ -172,8 +172,7 @@ def _certainly(work: Callable[..., None], *args: Any) -> None:
         with repairs.inside():
             work(*args)
     except Exception as problem:  # of any kind: the run can be restored
-        why = f"{type(problem).__name__}: {problem}"
         if is_lost_peer(problem):
             repairs.await_word()
-        repairs.refuse(why)
-        raise CommunicationError(f"a process that was started again could not enter: {why}") from problem
+        repairs.refuse(repr(problem))
+        raise CommunicationError("a process that was started again could not enter") from problem
