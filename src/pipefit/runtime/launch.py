@@ -172,8 +172,6 @@ def _once(
             pipes.append(ours)
 
         def start_again(rank: int, faults: int) -> int:
-            if asked:
-                raise PipefitError("the run was asked to stop")
             start(rank, True, {ENTERS: "1", RESTART: str(faults)}, [])
             return len(processes) - 1
 
