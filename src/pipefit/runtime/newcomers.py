@@ -21,14 +21,14 @@ class Newcomers:
 
     Attributes:
         start: starts the process of a rank after some faults, and returns its number; None: none is started.
-        process: number of the one that is to enter; None: there is none.
+        process: number of the one that is to enter; −1: there is none.
         is_entering: the ranks meet with one.
         entered: that have entered.
     """
 
     def __init__(self, num_ranks: int, tell: Callable[[int, str, Any], None]) -> None:
         self.start: Callable[[int, int], int] | None = None
-        self.process: int | None = None
+        self.process = -1
         self.is_entering = False
         self.entered = 0
         self._tell = tell
@@ -50,9 +50,9 @@ class Newcomers:
         """Starts a process in the place of a missing rank, or announces one that waits; the ranks are all there."""
         self.is_entering = False
         missing = self._missing(left)
-        if self.process is not None:
+        if self.process >= 0:
             self._announce(left)
-        elif missing and self.start is not None:
+        elif missing and self.start:
             _log.warning("rank %d is started again, and the others go on meanwhile", missing[0])
             try:
                 self.process = self.start(missing[0], faults)
@@ -67,11 +67,11 @@ class Newcomers:
         if word == READY and process == self.process:
             self._facts = what
             self._announce(left)
-        elif word == DOOR and what[0] == self._number and self.process is not None:
-            if what[1]:
-                self.failed(self.process, what[1], left)
+        elif word == DOOR and what[0] == self._number:
             self._at_door.add(process)
-            return self.process is not None and self._at_door >= set(left)
+            if not what[1]:
+                return self._at_door >= set(left)
+            self.failed(self.process, what[1], left)
         return False
 
     def _announce(self, left: Sequence[int]) -> None:
@@ -89,7 +89,7 @@ class Newcomers:
     def failed(self, process: int, why: str, left: Sequence[int]) -> None:
         """Tells all that a process does not enter."""
         if process == self.process:
-            self.process = None
+            self.process = -1
             self._give_up(why)
             self.interrupt()
             for other in (*left, process):
@@ -102,10 +102,9 @@ class Newcomers:
 
     def admit(self, ranks: Sequence[int], faults: int) -> list[int]:
         """Lets the process enter that all wait for; returns the processes in the order of the new ranks."""
-        assert self.process is not None
         order = sorted([*ranks, self.process], key=self.home_of)
         _log.warning("rank %d enters: %d ranks go on", self.home_of(self.process), len(order))
-        self.process = None
+        self.process = -1
         self.is_entering = True
         self.entered += 1
         for rank, process in enumerate(order):

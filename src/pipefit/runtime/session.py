@@ -186,9 +186,9 @@ class Session:
 
     @property
     def door(self) -> Door:
-        """The door of this process, at which nobody ever is where nothing is repaired."""
+        """The door of this process; nobody ever stands at it where nothing is repaired."""
         if self.repairs is None:
-            return Door()
+            return _CLOSED
         return self.repairs.door
 
     @property
@@ -272,6 +272,8 @@ class Session:
 
 _PROCESS = "PIPEFIT_PROCESS"
 """Variable in which a process that joins a run leaves its number and its run, for those that it starts."""
+
+_CLOSED = Door()
 
 _OUTSIDE = ("Pipeline()", "Pipeline.fit()")
 """Calls of a process without the others."""

@@ -81,7 +81,7 @@ class Survivors:
     @property
     def present(self) -> list[int]:
         """The numbers of the processes that are left, and of the one that was started again."""
-        if self.newcomers.process is None:
+        if self.newcomers.process < 0:
             return self.left
         return [*self.left, self.newcomers.process]
 
@@ -98,6 +98,8 @@ class Survivors:
         """Takes a word of a process."""
         if word == CAN:
             self._can[process] = what
+        elif word == CANNOT and process not in self.left:
+            return
         elif word == CANNOT and self.lost:
             self._fail(f"rank {self.rank_of(process)}: {what}")
         elif word == CANNOT and self._joining and not self._has_ended:
