@@ -102,9 +102,9 @@ class Growing:
         exchange(session, data)
         rearrange(pipe, without(pipe, self._whole, entry.absent), session)
         self._end(batch)
-        if before == 0 and session.folder is not None:
+        if before == 0:
             facts = {"entered": session.num_ranks, "step": pipe.num_updates, "start": session.num_faults}
-            note(session.folder, time.time(), **facts)
+            note(pipe.session.folder, time.time(), **facts)
 
     # ---- the process that enters -----------------------------------------------------------------------------------
 

@@ -27,7 +27,6 @@ GREW: Final = "entry"
 MOVED: Final = "move"
 LOST: Final = "fault"
 
-_ENTERED = "a process that was started again has entered"
 _ELSEWHERE = "processes were lost or added; torchrun has started all ranks again"
 
 
@@ -77,7 +76,8 @@ def events_of(lines: Sequence[Mapping[str, Any]]) -> list[Event]:
         if "move" in line:
             found.append(_moved(line))
         elif "entered" in line:
-            found.append(Event(line["step"], GREW, _ENTERED, f"after step {line['step']} on {line['entered']} ranks"))
+            what = "a process that was started again has entered"
+            found.append(Event(line["step"], GREW, what, f"after step {line['step']} on {line['entered']} ranks"))
         elif "fault" in line:
             found.append(_resumed(str(line["fault"]), recoveries.pop(line["start"], None)))
     elsewhere = [_resumed(_ELSEWHERE, line) for line in recoveries.values()]
