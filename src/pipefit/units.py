@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 import textwrap
 from collections.abc import Sequence
 
@@ -192,6 +193,11 @@ def _paragraph(head: Sequence[str], row: Sequence[str], width: int) -> list[str]
         first = f"{head[0]} {row[0]}"
     figures = wrapped("  " + ", ".join(named), width, "  ")
     return [*wrapped(first, width, "  "), *(line.replace("\xa0", " ") for line in figures)]
+
+
+def terminal_width() -> int:
+    """The columns of the terminal; 100 where there is none."""
+    return shutil.get_terminal_size((100, 24)).columns
 
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:

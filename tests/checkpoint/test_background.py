@@ -14,6 +14,8 @@ from pipefit.checkpoint import commit
 from pipefit.errors import PipefitError
 from pipefit.pipeline.callbacks import Checkpoints
 from pipefit.pipeline.intervals import LEAST_S, Interval
+from pipefit.runtime.background import Background
+from pipefit.runtime.progress import Progress
 
 pytestmark = pytest.mark.slow
 
@@ -231,3 +233,19 @@ def test_by_default_checkpoints_follow_the_clock(tmp_path):
     assert whole.fit(batches(12)) == losses and same(pipe, whole)
     # A pause would drain an asynchronous schedule, and so change its numbers.
     assert run("pipedream")[2] == [12]
+
+
+def test_work_that_never_ends_is_given_up_after_the_loss_of_a_rank(monkeypatch):
+    monkeypatch.setattr("pipefit.runtime.background._ABANDON_S", 0.05)
+    background, end, told = Background(), threading.Event(), []
+    background.start(end.wait, told.append, must_end=False)
+    background.abandon()
+    assert not background.is_open and not told
+    background.start(lambda: "the next", told.append, must_end=False)
+    background.settle(Progress())
+    end.set()
+    background.start(lambda: "complete before the loss", told.append, must_end=False)
+    while background.is_busy:
+        pass
+    background.abandon()
+    assert told == ["the next", "complete before the loss"]

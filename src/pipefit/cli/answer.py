@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from pipefit.spec.files import JsonObject
+
 FINE = 0
 FINDING = 1
 USAGE = 2
@@ -17,9 +20,18 @@ INTERNAL_ERROR = 70
 """Exit codes: success; a finding (or a run that failed); bad input; an error inside pipefit."""
 
 
-def picked(thing: object, *names: str) -> dict[str, Any]:
+Text = str | Callable[[], str]
+"""A text, or a function that makes it, where that takes time."""
+
+
+def picked(thing: object, *names: str) -> JsonObject:
     """Some attributes of an object, as data for `--json`."""
     return {name: getattr(thing, name) for name in names}
+
+
+def is_first() -> bool:
+    """Returns whether this process prints: under a launcher of several processes every rank runs the command."""
+    return int(os.environ.get("RANK", 0)) == 0
 
 
 def code_of(is_good: bool) -> int:
@@ -41,7 +53,7 @@ class Answer:
     """
 
     data: Mapping[str, Any]
-    text: str | Callable[[], str]
+    text: Text
     code: int = FINE
     output: Path | Sequence[Path] | None = None
 

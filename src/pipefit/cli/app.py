@@ -16,7 +16,7 @@ from cyclopts import App, Parameter
 from cyclopts.exceptions import CycloptsError, MissingArgumentError
 
 import pipefit
-from pipefit.cli.answer import FINDING, FINE, INTERNAL_ERROR, USAGE, Answer, printable
+from pipefit.cli.answer import FINDING, FINE, INTERNAL_ERROR, USAGE, Answer, is_first, printable
 from pipefit.cli.configuration import from_file
 from pipefit.cli.options import exact, shown
 from pipefit.cli.version import version_text
@@ -134,7 +134,7 @@ def run(arguments: list[str] | None = None) -> int:
 
 def _saying(what: str) -> contextlib.AbstractContextManager[object]:
     """The context of a command, which says on stderr what it does, if that takes long; "": it says nothing."""
-    if not what or int(os.environ.get("RANK", 0)):
+    if not (what and is_first()):
         return contextlib.nullcontext()
     from pipefit.cli.heartbeat import Heartbeat
 
@@ -187,8 +187,7 @@ def _dispatch(tokens: list[str]) -> int:
         return result
     if not isinstance(result, Answer):
         return FINE
-    # Under a launcher of several processes the first one speaks.
-    if int(os.environ.get("RANK", 0)) == 0:
+    if is_first():
         text = result.show(wants_json).rstrip("\n")
         if text:
             _write(printable(text, colours=True) + "\n")

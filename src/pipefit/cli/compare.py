@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from pipefit.cli.heartbeat import NEXT_S
 from pipefit.cli.models import importable
 from pipefit.cli.options import Folder, Json, Ranks, verb
 from pipefit.compare.settings import WHOLE, CompareConfig
+from pipefit.run.observer import Say
 from pipefit.units import columns, counted
 
 if TYPE_CHECKING:
@@ -88,17 +89,12 @@ def compare_rank(
     from pipefit.compare.rounds import compare_on_ranks
     from pipefit.runtime.session import current
 
-    say: Callable[[str], None] = _silent
-    if current().rank == 0 and not quiet:
-        say = _reporter()
-    return compare_on_ranks(settings, say, asked, began_s)
+    if current().rank > 0 or quiet:
+        return compare_on_ranks(settings, asked=asked, began_s=began_s)
+    return compare_on_ranks(settings, _reporter(), asked, began_s)
 
 
-def _silent(line: str) -> None:
-    """Shows nothing."""
-
-
-def _reporter() -> Callable[[str], None]:
+def _reporter() -> Say:
     """A function that shows the progress in lines: details on a terminal in one that changes, else one each 5 s."""
     reported_s = time.monotonic()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.models import ModelName, ModelOptions, make_model
 from pipefit.cli.options import Json, Seed, ending, verb
+from pipefit.spec.files import JsonObject, write_atomically
 
 
 @verb()
@@ -39,7 +40,7 @@ def command(
     rows = []
     for layer in layers:
         rows.append({"layer": layer.name, "parameters": sum(map(torch.numel, layer.module.parameters()))})
-    data: dict[str, Any] = {
+    data: JsonObject = {
         "model": model,
         "way": "of a sequence",
         "merged": {},
@@ -53,7 +54,6 @@ def command(
     written = []
     if output is not None:
         from pipefit.cutting.layers_picture import picture
-        from pipefit.spec.files import write_atomically
 
         written.append(write_atomically(output, picture(made, model)))
     return Answer(data, lambda: f"{model}: {table(made)}", output=written)

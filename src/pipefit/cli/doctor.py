@@ -18,10 +18,11 @@ from typing import Any, Literal
 
 import pipefit
 from pipefit.cli.answer import Answer, code_of, picked
-from pipefit.cli.nodes import UNCLEAR, compare_nodes, counted_names, link_text, measured_links
+from pipefit.cli.nodes import UNCLEAR, compare_nodes, counted_names, link_text, measured_links, verdict
 from pipefit.cli.options import Count, Json, Ranks
 from pipefit.cli.version import version_of
 from pipefit.errors import CommunicationError, PipefitError
+from pipefit.spec.files import JsonObject
 from pipefit.spec.host import usable_bytes
 from pipefit.units import columns, format_bytes, format_seconds
 
@@ -47,7 +48,7 @@ class _Check:
     found: str
     state: Literal["good", "warn", "bad"] = "good"
     fix: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: JsonObject = field(default_factory=dict)
 
 
 def command(
@@ -79,7 +80,7 @@ def command(
         return compare_nodes(folder)
     found = _all_checks(ranks, timeout)
     problems = [check for check in found if check.state == "bad"]
-    facts: dict[str, Any] = {}
+    facts: JsonObject = {}
     for check in found:
         facts |= check.facts
     data = {
@@ -92,10 +93,7 @@ def command(
         rows.append((_MARKS[check.state], check.name, check.found))
         if check.fix:
             rows.append(("", "", f"fix: {check.fix}"))
-    last = "All is well."
-    if problems:
-        last = f"{len(problems)} to fix, marked x."
-    return Answer(data, "\n".join([*columns(rows), "", last]), code_of(not problems))
+    return Answer(data, "\n".join([*columns(rows), "", verdict(len(problems))]), code_of(not problems))
 
 
 def _examined(folder: Path) -> Answer:
@@ -128,7 +126,7 @@ def _unless(problem: bool, name: str, found: str, fix: str, **facts: Any) -> _Ch
 
 def _software() -> Iterator[_Check]:
     """Python, torch and its backends, devices, optional packages."""
-    facts: dict[str, Any] = {
+    facts: JsonObject = {
         "pipefit": pipefit.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -226,7 +224,7 @@ def _ranks(num_ranks: int, timeout_s: int) -> _Check:
     return _Check(name, f"{found}; loopback {link_text(**figures)}", facts=facts | figures)
 
 
-def _start_ranks(num_ranks: int) -> list[dict[str, Any]]:
+def _start_ranks(num_ranks: int) -> list[JsonObject]:
     from pipefit.runtime.launch import launch
 
     return launch(measured_links, num_ranks, threads=1, quiet=True)[0]

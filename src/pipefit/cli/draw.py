@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from cyclopts import Parameter
 
-from pipefit.cli.answer import Answer
+from pipefit.cli.answer import Answer, Text
 from pipefit.cli.options import Amount, Count, Json, Pairs, Picture, verb
 from pipefit.cli.programs import check_forwards
 from pipefit.draw.draw_options import DrawOptions
 from pipefit.errors import PipefitError
+from pipefit.spec.files import JsonObject
 
 if TYPE_CHECKING:
     from pipefit.draw.drawing import Drawing
@@ -52,7 +53,7 @@ def command(
     """
     from pipefit.draw.drawing import drawing_by
 
-    given: dict[str, Any] = dict(cast(Any, option or {}))
+    given = dict(cast(Any, option or {}))
     for name, value in (("warmup", warmup), ("group", group)):
         if value is not None:
             given[name] = value
@@ -60,7 +61,7 @@ def command(
     drawing = drawing_by(schedule, stages, microbatches, chunks, asked, given)
     if follow is not None and (output is None or output.suffix not in (".svg", ".png")):
         raise PipefitError("--follow draws arrows into pictures: give -o with a name that ends in .svg or .png")
-    text: str | Callable[[], str] = drawing.grid
+    text: Text = drawing.grid
     if output is not None:
         text = ""
         arrows = {}
@@ -85,7 +86,7 @@ def check_name(words: Sequence[str]) -> None:
         find(words[0])
 
 
-def _figures(drawing: Drawing, num_microbatches: int) -> dict[str, Any]:
+def _figures(drawing: Drawing, num_microbatches: int) -> JsonObject:
     """The figures of a drawing, for the requested micro-batches."""
     header = drawing.program.header
     data = drawing.metrics | {"num_updates": header.num_steps, "total_microbatches": header.total_microbatches}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import Json, Machine, ending
+from pipefit.cli.options import Json, Machine, TomlFile
 from pipefit.errors import PipefitError
 from pipefit.units import columns
 
@@ -21,7 +21,7 @@ _BADLY = 0.1
 def command(
     *runs: Path,
     topology: Machine,
-    output: Annotated[Path | None, ending(".toml", alias="-o")] = None,
+    output: TomlFile = None,
     json: Json = False,
 ) -> Answer:
     """Fit the constants of a machine to measured runs, so that plans for it predict what it really does.
@@ -41,7 +41,7 @@ def command(
     from pipefit.planner.measured_runs import fit_machine, read_runs
     from pipefit.planner.run_folders import run_of_folder
 
-    every: list[MeasuredRun] = []
+    every = []
     for path in runs:
         if path.is_dir():
             every.append(run_of_folder(path))
@@ -53,7 +53,7 @@ def command(
     fitted = fit_machine(timed, load_topology(topology))
     if output:
         fitted.topology.save(output)
-    data: dict[str, Any] = {
+    data = {
         "constants": fitted.constants,
         "runs": [{"run": run.place, "error": error} for run, error in zip(timed, fitted.errors, strict=True)],
     }

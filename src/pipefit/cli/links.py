@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
-from typing import Annotated
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.nodes import link_text
-from pipefit.cli.options import Count, Json, Ranks, ending
+from pipefit.cli.options import Count, Json, Ranks, TomlFile
 
 
 def command(
     *,
     ranks: Ranks = 2,
     repeats: Count = 20,
-    output: Annotated[Path | None, ending(".toml", alias="-o")] = None,
+    output: TomlFile = None,
     json: Json = False,
 ) -> Answer:
     """Measure the links and devices of this machine.

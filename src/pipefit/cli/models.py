@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
     from pipefit.models import ModelBundle
+    from pipefit.models.examples import Batch
 
 ModelName = Annotated[
     str,
@@ -59,7 +60,7 @@ def importable(name: str) -> str:
     return f"{file.stem}:{factory}"
 
 
-def batch_of(model: ModelBundle, size: int, seed: int = 0) -> tuple[Any, Any]:
+def batch_of(model: ModelBundle, size: int, seed: int = 0) -> Batch:
     """A random batch (x, y) for a model.
 
     Raises:

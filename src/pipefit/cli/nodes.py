@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shutil
 import time
 import uuid
 from collections import Counter
@@ -15,8 +14,9 @@ from typing import Any
 
 import pipefit
 from pipefit.cli.answer import Answer, code_of, picked
+from pipefit.spec.files import JsonObject
 from pipefit.spec.host import usable_bytes
-from pipefit.units import counted, format_bytes, format_seconds, table, wrapped
+from pipefit.units import counted, format_bytes, format_seconds, table, terminal_width, wrapped
 
 _MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
 _CLOCK_ROUNDS = 9
@@ -40,7 +40,7 @@ def compare_nodes(folder: Path) -> Answer:
     everyone = exchange(session, _facts() | {"shared": bool(mark) and (folder / mark).is_file()})
     if session.rank == 0 and mark:
         (folder / mark).unlink()
-    nodes: dict[str, dict[str, Any]] = {}
+    nodes: dict[str, JsonObject] = {}
     for rank, facts in enumerate(everyone):
         first = nodes.setdefault(facts["node"], facts | {"ranks": []})
         first["ranks"].append(rank)
@@ -60,7 +60,7 @@ def compare_nodes(folder: Path) -> Answer:
     return Answer(data, _text(found, links, problems, folder), code_of(is_good))
 
 
-def _facts() -> dict[str, Any]:
+def _facts() -> JsonObject:
     """The versions and the hardware of this process's machine, as JSON data."""
     import torch
 
@@ -92,7 +92,7 @@ def _marked(folder: Path) -> str:
     return ""
 
 
-def measured_links() -> list[dict[str, Any]]:
+def measured_links() -> list[JsonObject]:
     """Links inside a machine and between machines; none when the machines are too busy for a measurement.
 
     Every rank calls it.
@@ -110,7 +110,7 @@ def measured_links() -> list[dict[str, Any]]:
     return found
 
 
-def _problems(nodes: Sequence[dict[str, Any]], folder: Path, writable: bool) -> Iterator[tuple[str, str]]:
+def _problems(nodes: Sequence[JsonObject], folder: Path, writable: bool) -> Iterator[tuple[str, str]]:
     """Differences between the machines: ("bad" or "warn", text)."""
     first = nodes[0]
     for name in ("pipefit", "torch", "python", "cuda", "gpus"):
@@ -153,8 +153,8 @@ def link_text(bandwidth_bytes_per_s: float, latency_s: float) -> str:
     return f"{format_bytes(bandwidth_bytes_per_s)}/s, latency {format_seconds(latency_s)}"
 
 
-def _text(nodes: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]], problems: Any, folder: Path) -> str:
-    width = shutil.get_terminal_size((100, 24)).columns
+def _text(nodes: Sequence[JsonObject], links: Sequence[JsonObject], problems: Any, folder: Path) -> str:
+    width = terminal_width()
     rows = [_COLUMNS, *(_row(facts, facts is nodes[0]) for facts in nodes)]
     lines = [f"{counted(len(nodes), 'machine')}; folder {folder.resolve()}", "", *table(rows, width), ""]
     for link in links:
@@ -168,10 +168,14 @@ def _text(nodes: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]], prob
     for state, text in problems:
         lines += wrapped(f"{marks[state]}  {text}", width, "   ")
     num_bad = sum(state == "bad" for state, _ in problems)
-    last = "All is well."
+    return "\n".join([*lines, "", verdict(num_bad)])
+
+
+def verdict(num_bad: int) -> str:
+    """The last line, for so many problems to fix."""
     if num_bad:
-        last = f"{num_bad} to fix, marked x."
-    return "\n".join([*lines, "", last])
+        return f"{num_bad} to fix, marked x."
+    return "All is well."
 
 
 def _row(facts: Mapping[str, Any], is_first: bool) -> tuple[str, ...]:

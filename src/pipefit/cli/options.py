@@ -22,11 +22,14 @@ from pipefit.units import parse_quantity
 PICTURES = (".svg", ".html", ".png", ".trace.json", ".pipe", ".txt")
 """The suffixes that `-o` of a picture takes; a test compares them with `pipefit.draw.SUFFIXES`."""
 
+Tokens = Sequence[Token]
+Read = Callable[[Any, Tokens], Any]
+"""From the type of an option and its words to its value."""
 Number = int | float
 """A whole number stays whole, so that whole costs give whole times."""
 
 
-def exact(kind: Any, tokens: Sequence[Token]) -> Any:
+def exact(kind: Any, tokens: Tokens) -> Any:
     """Reads a value exactly: the parser would silently convert 2.5 to the whole number 2.
 
     Raises:
@@ -55,14 +58,14 @@ def shown(value: Any) -> str | None:
     return None
 
 
-def _wrong(tokens: Sequence[Token], message: str) -> CoercionError:
+def _wrong(tokens: Tokens, message: str) -> CoercionError:
     return CoercionError(msg=f"{tokens[0].keyword or 'argument'}: {message}")
 
 
-def _number(kind: Any, fits: Callable[[Any], bool], expected: str) -> Callable[[Any, Sequence[Token]], Any]:
+def _number(kind: Any, fits: Callable[[Any], bool], expected: str) -> Read:
     """The reader of an option that is a number of some range."""
 
-    def read(_: Any, tokens: Sequence[Token]) -> Any:
+    def read(_: Any, tokens: Tokens) -> Any:
         value = exact(kind, tokens)
         if not fits(value):
             raise _wrong(tokens, f"expected {expected}, got {value}")
@@ -71,11 +74,11 @@ def _number(kind: Any, fits: Callable[[Any], bool], expected: str) -> Callable[[
     return read
 
 
-def _within(least: int, most: int) -> Callable[[Any, Sequence[Token]], Any]:
+def _within(least: int, most: int) -> Read:
     return _number(int, lambda value: least <= value <= most, f"a whole number from {least} to {most}")
 
 
-def _least(least: int, expected: str) -> Callable[[Any, Sequence[Token]], Any]:
+def _least(least: int, expected: str) -> Read:
     return _number(int, lambda value: value >= least, expected)
 
 
@@ -86,21 +89,21 @@ _time = _number(Number, lambda value: 0 <= value < 1e30, "a time of 0 or more, b
 _figure = _number(Number, lambda value: 0 < value < 1e30, "numbers above 0, below 1e30")
 
 
-def _size(kind: Any, tokens: Sequence[Token]) -> float:
+def _size(kind: Any, tokens: Tokens) -> float:
     try:
         return parse_quantity(tokens[0].value, "bytes")
     except PipefitError as problem:
         raise _wrong(tokens, str(problem)) from None
 
 
-def _names(kind: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
+def _names(kind: Any, tokens: Tokens) -> tuple[str, ...]:
     return tuple(exact(str, tokens).split(","))
 
 
-def _each(read: Callable[[Any, Sequence[Token]], Number]) -> Parameter:
+def _each(read: Read) -> Parameter:
     """An option that is a list such as "2,1", whose numbers `read` converts one by one."""
 
-    def listed(kind: Any, tokens: Sequence[Token]) -> tuple[Number, ...]:
+    def listed(kind: Any, tokens: Tokens) -> tuple[Number, ...]:
         parts = [part for part in tokens[0].value.split(",") if part]
         try:
             return tuple(read(kind, [tokens[0].evolve(value=part)]) for part in parts)
@@ -113,7 +116,7 @@ def _each(read: Callable[[Any, Sequence[Token]], Number]) -> Parameter:
 def ending(*known: str, alias: str | None = None) -> Parameter:
     """An option that is a file to write; another suffix or a directory is refused before any work is done."""
 
-    def read(kind: Any, tokens: Sequence[Token]) -> Path:
+    def read(kind: Any, tokens: Tokens) -> Path:
         path = Path(tokens[0].value)
         if path.is_dir():
             raise _wrong(tokens, f"{path}: expected a file to write, got a directory")
@@ -124,14 +127,14 @@ def ending(*known: str, alias: str | None = None) -> Parameter:
     return Parameter(converter=read, alias=alias)
 
 
-def _folder(kind: Any, tokens: Sequence[Token]) -> Path:
+def _folder(kind: Any, tokens: Tokens) -> Path:
     path = Path(tokens[0].value)
     if path.exists() and not path.is_dir():
         raise _wrong(tokens, f"{path}: expected a folder, got a file")
     return path
 
 
-def _pairs(kind: Any, tokens: Sequence[Token]) -> dict[str, int]:
+def _pairs(kind: Any, tokens: Tokens) -> dict[str, int]:
     """Integers of 0 or more by name, from texts such as "warmup=2"."""
     found: dict[str, int] = {}
     for token in tokens:
@@ -156,6 +159,7 @@ Size = Annotated[float, Parameter(converter=_size, metavar="BYTES")]
 Json = Annotated[bool, Parameter(help="One JSON object on stdout, and nothing else there.")]
 Picture = Annotated[Path | None, ending(*PICTURES, alias="-o")]
 Simulated = Annotated[Path | None, ending(*PICTURES, ".pickle", alias="-o")]
+TomlFile = Annotated[Path | None, ending(".toml", alias="-o")]
 Folder = Annotated[Path | None, Parameter(converter=_folder, alias="-o")]
 Ranks = Annotated[int, Parameter(converter=_several, alias="-n")]
 Machine = Annotated[str, Parameter(alias="--machine")]

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import shlex
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pipefit.cli.answer import Answer, picked
 from pipefit.cli.counted import ModelSource, count_of
 from pipefit.cli.options import Json, Machine, ending, verb
 from pipefit.errors import PipefitError
 from pipefit.planner.plan_options import PlanOptions
+from pipefit.spec.files import JsonObject, write_atomically
 from pipefit.spec.options import Checked, flag_of, refuse_unused, setting
-from pipefit.units import format_seconds, wrapped
+from pipefit.units import format_seconds, terminal_width, wrapped
 
 if TYPE_CHECKING:
     from pipefit.spec import Plan, Profile, Topology
@@ -214,12 +214,11 @@ def _swept(model: Profile | str, machine: Topology, options: PlanOptions, wanted
     """The plans of `--sweep`: a table, JSON, and a chart where there is a path for it."""
     from pipefit.draw.save import save_bitmap
     from pipefit.planner.sweeps import sweep
-    from pipefit.spec.files import write_atomically
 
     output = wanted.output
     if output is not None and output.suffix == ".json":
         raise PipefitError(f"-o {output}: expected .svg or .png for the chart of --sweep; --json prints its figures")
-    over: dict[str, list[Any]] = {}
+    over = {}
     for text in wanted.sweep:
         name, _, values = text.partition("=")
         each = [value.strip() for value in values.split(",") if value.strip()]
@@ -257,7 +256,6 @@ def _refitted(profile: Profile, trace: Path, of: Path | None) -> Profile:
 def _drawn(made: Plan, profile: Profile, machine: Topology, options: PlanOptions, wanted: Wanted) -> list[Path]:
     """Draws the plan, and the charts over all candidates, each where there is a path for it, and returns the paths."""
     from pipefit.planner.pictures import depth_svg, explore, pareto_svg, partition_svg
-    from pipefit.spec.files import write_atomically
 
     written = []
     if wanted.picture is not None:
@@ -298,7 +296,7 @@ def _answer(
     command = run_command(made, machine, shlex.quote(path))
     if command:
         data["run"] = command
-        width = shutil.get_terminal_size((100, 24)).columns
+        width = terminal_width()
         lines += ["", f"to run it, on each machine (HOST is one of them{hint}):"]
         lines.append(" \\\n".join(wrapped(f"  {command}", width - 2, "    ")))
 
@@ -308,7 +306,7 @@ def _answer(
     return Answer(data, text, output=written)
 
 
-def _stages(made: Plan) -> list[dict[str, Any]]:
+def _stages(made: Plan) -> list[JsonObject]:
     found = []
     for stage in made.partition.stages:
         layers: Sequence[int] = stage.layers

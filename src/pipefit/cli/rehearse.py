@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.models import ModelName, ModelOptions, batch_of, make_model
 from pipefit.cli.options import Count, Json, verb
 from pipefit.errors import PipefitError
 from pipefit.spec import Plan
+from pipefit.spec.files import JsonObject
 from pipefit.spec.options import Updates
 from pipefit.units import columns, counted, format_bytes
 
@@ -106,7 +107,7 @@ def _processes(rank: str, plan: Plan) -> list[int]:
     return list(first.values())
 
 
-def _figures(one: Rehearsed, plan: Plan, predicted: list[PredictedMemory]) -> dict[str, Any]:
+def _figures(one: Rehearsed, plan: Plan, predicted: list[PredictedMemory]) -> JsonObject:
     """The counted figures of a process next to the predicted ones, as JSON data."""
     figures = {name: value for name, value in asdict(one).items() if name != "program"}
     figures["simulated"] = predicted[one.rank]._asdict() if predicted else None
@@ -114,7 +115,7 @@ def _figures(one: Rehearsed, plan: Plan, predicted: list[PredictedMemory]) -> di
     return figures
 
 
-def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
+def _table(rows: list[JsonObject]) -> Iterator[str]:
     """Lines of memory and of traffic, one for each process."""
     memory: list[tuple[str, ...]] = [("memory of rank", "", "weights", "gradients", "states", "activations", "peak")]
     heads = ("per update", "messages", "sent", "inside the rank", "collectives", "process groups", "of the run")
@@ -133,7 +134,7 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield from columns(traffic, right=True)
 
 
-def _parts(row: dict[str, Any]) -> list[str]:
+def _parts(row: JsonObject) -> list[str]:
     """Weights, gradients, states, what is held beyond them, and the peak."""
     weights, grads, states, peak = (row[f"{name}_bytes"] for name in ("weight", "grad", "optim", "peak"))
     return [format_bytes(size) for size in (weights, grads, states, peak - weights - grads - states, peak)]

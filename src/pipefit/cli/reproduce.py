@@ -11,6 +11,8 @@ from pipefit.cli.answer import Answer, picked
 from pipefit.cli.heartbeat import Heartbeat
 from pipefit.cli.options import Folder, Json
 from pipefit.errors import PipefitError
+from pipefit.spec.files import write_atomically
+from pipefit.units import columns, counted
 
 if TYPE_CHECKING:
     from pipefit.reproduce.outcome import Outcome
@@ -45,7 +47,6 @@ def command(
     from pipefit.reproduce.lectures import ENTRIES, find_entry
     from pipefit.reproduce.lectures_page import lectures_page
     from pipefit.reproduce.outcome import run_all, run_entry, tally
-    from pipefit.spec.files import write_atomically
 
     if all and name is not None:
         raise PipefitError(f"--all makes every entry: leave out {name}")
@@ -78,7 +79,6 @@ def command(
 def _published(output: Path | None) -> Answer:
     """Published runs next to their predictions."""
     from pipefit.reproduce.run_scores import published_runs
-    from pipefit.spec.files import write_atomically
 
     with Heartbeat(sys.stderr) as heartbeat:
         found = published_runs(heartbeat.doing)
@@ -91,7 +91,6 @@ def _published(output: Path | None) -> Answer:
 def _listed() -> Answer:
     from pipefit.reproduce.entry import KINDS
     from pipefit.reproduce.lectures import DECKS
-    from pipefit.units import columns
 
     lines = []
     data = []
@@ -106,7 +105,6 @@ def _listed() -> Answer:
 
 def _summary(outcomes: Sequence[Outcome]) -> str:
     from pipefit.reproduce.outcome import HEADER, row_of, tally
-    from pipefit.units import columns, counted
 
     rows = [["", *HEADER]]
     for outcome in outcomes:

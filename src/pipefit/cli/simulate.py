@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.options import Count, Json, Simulated, verb
 from pipefit.cli.programs import SourceOptions, check_forwards, read_source, save_timeline, time_text
 from pipefit.cost.unit_costs import UnitCosts
+from pipefit.spec.files import JsonObject
 from pipefit.units import columns, format_bytes
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def command(
     return Answer(data, lambda: _table(data, timeline), output=output)
 
 
-def _table(data: dict[str, Any], timeline: Timeline) -> str:
+def _table(data: JsonObject, timeline: Timeline) -> str:
     makespan = timeline.makespan_s
     real = bool(data["unit"])
     lines = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -22,6 +22,7 @@ from pipefit.cli.options import (
 from pipefit.cli.programs import SourceOptions, check_forwards, save_timeline, source_of, time_text
 from pipefit.cost.unit_costs import UnitCosts
 from pipefit.errors import PipefitError
+from pipefit.spec.files import JsonObject
 
 if TYPE_CHECKING:
     from pipefit.ir import Header
@@ -140,7 +141,7 @@ def _shape(
     return shape_of(plan).header("synthesized", "loop", WeightRule.FLUSH), plan
 
 
-def _verdict(data: dict[str, Any], found: Synthesis) -> list[str]:
+def _verdict(data: JsonObject, found: Synthesis) -> list[str]:
     real = bool(data["unit"])
     held = " ".join(f"{peak:.3g}" for peak in data["peak_inflight"])
     beyond = "none is faster"

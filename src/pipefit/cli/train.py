@@ -6,19 +6,19 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from pipefit.cli.answer import Answer
+from pipefit.cli.answer import Answer, Text, is_first
 from pipefit.cli.display import report
 from pipefit.cli.models import importable
 from pipefit.cli.options import Count, Json, Threads, verb
 from pipefit.errors import PipefitError
 from pipefit.run.claim import check_free
 from pipefit.run.config import RunConfig, checkpoints_of, choices, with_defaults
+from pipefit.spec.files import JsonObject
 from pipefit.spec.options import as_flat
 from pipefit.units import columns
 
@@ -64,26 +64,18 @@ def command(
         who = "no process is started"
     if who and (recover or min_ranks or grow):
         raise PipefitError(f"--recover, --min-ranks and --grow: {who}; leave them out")
-    starts = _Starts(threads, recover or 0, min_ranks, grow)
-    if not (json or quiet) and _is_first():
+    starts = {"threads": threads, "recover": recover or 0, "min_ranks": min_ranks, "grow": grow}
+    if not (json or quiet) and is_first():
         print("\n".join(columns(choices(asked, run))), "loading torch …", sep="\n", flush=True)
     result = _run(run, transport, starts, quiet=json or quiet)
-    text: str | Callable[[], str] = ""
-    if _is_first():
+    text: Text = ""
+    if is_first():
         text = partial(report, result)
     return Answer(_data(run, result), text)
 
 
-class _Starts(NamedTuple):
-    """The options of the start of ranks; see `launch`."""
-
-    threads: int | None
-    recover: int
-    min_ranks: int | None
-    grow: bool
-
-
-def _run(settings: RunConfig, transport: str, starts: _Starts, quiet: bool) -> Any:
+def _run(settings: RunConfig, transport: str, starts: dict[str, Any], quiet: bool) -> Any:
+    """Trains, and writes the report; starts are the options of `launch`."""
     from pipefit.runtime.outcomes import LaunchError
 
     try:
@@ -92,13 +84,13 @@ def _run(settings: RunConfig, transport: str, starts: _Starts, quiet: bool) -> A
         raise KeyboardInterrupt(_how_to_resume(settings)) from None
     except SystemExit:
         cure = _how_to_resume(settings)
-        if cure and _is_first():
+        if cure and is_first():
             print(f"pipefit train: stopped; {cure}", file=sys.stderr, flush=True)
         raise
     except LaunchError as problem:
         lines = [str(problem), _how_to_resume(settings)]
         raise LaunchError("\n  ".join(filter(None, lines))) from None
-    if settings.output and _is_first():
+    if settings.output and is_first():
         from pipefit.run.report_page import write_report
 
         try:
@@ -141,10 +133,10 @@ def _resuming(place: str) -> str:
     return shlex.join(["pipefit", *words, "--resume", place])
 
 
-def _trained(settings: RunConfig, transport: str, starts: _Starts, quiet: bool) -> Any:
+def _trained(settings: RunConfig, transport: str, starts: dict[str, Any], quiet: bool) -> Any:
     from pipefit.cli.ranks import train_rank
 
-    if _is_launched() or transport == "local" or (settings.num_ranks == 1 and not starts.recover):
+    if _is_launched() or transport == "local" or (settings.num_ranks == 1 and not starts["recover"]):
         return train_rank(settings, quiet)
     from pipefit.runtime.launch import launch
     from pipefit.runtime.outcomes import LaunchError
@@ -156,9 +148,7 @@ def _trained(settings: RunConfig, transport: str, starts: _Starts, quiet: bool) 
         folder = Path(settings.output) / "logs"
         is_fresh = not folder.parent.exists()
     try:
-        return launch(train_rank, settings.num_ranks, settings, quiet, folder=folder, quiet=quiet, **starts._asdict())[
-            0
-        ]
+        return launch(train_rank, settings.num_ranks, settings, quiet, folder=folder, quiet=quiet, **starts)[0]
     except PipefitError as problem:
         # A refused run leaves no files; a failed one names its logs.
         if folder is not None and is_fresh and not isinstance(problem, LaunchError):
@@ -173,7 +163,7 @@ def _remove_if_only_logs(logs: Path) -> None:
         logs.parent.rmdir()
 
 
-def _data(settings: RunConfig, result: Any) -> dict[str, Any]:
+def _data(settings: RunConfig, result: Any) -> JsonObject:
     data = {"config": as_flat(settings), **asdict(result), "final_loss": None}
     if result.losses:
         data["final_loss"] = result.losses[-1]
@@ -183,8 +173,3 @@ def _data(settings: RunConfig, result: Any) -> dict[str, Any]:
 def _is_launched() -> bool:
     """Returns whether another program has started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def _is_first() -> bool:
-    """Returns whether this process prints: under an external launcher every rank runs this code."""
-    return int(os.environ.get("RANK", 0)) == 0

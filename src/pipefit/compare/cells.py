@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
 from typing import Any
@@ -11,15 +10,17 @@ import torch
 
 from pipefit.compare.comparison import Refusal
 from pipefit.compare.settings import ALL, STRATEGIES, WHOLE, CompareConfig
-from pipefit.compare.strategies import Batch, DataParallel, OneProcess, ScheduledPipeline, Trainer, plan_of
+from pipefit.compare.strategies import DataParallel, OneProcess, ScheduledPipeline, Trainer, plan_of
 from pipefit.compare.torch_pipeline import TorchPipeline
 from pipefit.errors import DataError, PipefitError, nearest
 from pipefit.models import ModelBundle, build, parse_options
+from pipefit.models.examples import Batch
 from pipefit.planner import by_hand
 from pipefit.profiling.agreed import agreed_profile
 from pipefit.profiling.tensors import tensors_of
 from pipefit.profiling.workload import Workload
 from pipefit.run.config import num_cores
+from pipefit.run.observer import Say
 from pipefit.run.optimizers import make_optimizer
 from pipefit.run.sources import source_of
 from pipefit.runtime.microbatches import largest_part
@@ -60,6 +61,11 @@ class Cell:
     bubbles: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     rise: float | None = None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.strategy} m={self.num_microbatches}"
 
 
 @dataclass(frozen=True)
@@ -146,7 +152,7 @@ def _shapes(batch: Any) -> list[tuple[int, ...]]:
     return [tuple(tensor.shape[1:]) for tensor in tensors_of(batch)]
 
 
-def build_cells(task: Task, say: Callable[[str], None]) -> tuple[list[Cell], list[Refusal]]:
+def build_cells(task: Task, say: Say) -> tuple[list[Cell], list[Refusal]]:
     """Builds every cell. All ranks refuse the same ones, because they check the same data."""
     config = task.config
     cells = []

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pipefit.compare.settings import STRATEGIES, WHOLE
 from pipefit.draw.chart import can_plot, chart
 from pipefit.draw.save import save_bitmap
 from pipefit.schedules import find
-from pipefit.spec.files import write_atomically, write_json
+from pipefit.spec.files import JsonObject, write_atomically, write_json
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,10 @@ class Comparison:
             rows.append(row)
         return replace(self, rows=rows)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """The comparison as JSON data."""
         choice = self.choice
-        data: dict[str, Any] = {"format": "pipefit.comparison/1", **asdict(self), "largest_error": self.largest_error}
+        data = {"format": "pipefit.comparison/1", **asdict(self), "largest_error": self.largest_error}
         if choice is not None:
             named = {which: [row.strategy, row.num_microbatches] for which, row in choice._asdict().items()}
             data["choice"] = named | {"over_best": choice.over_best}

@@ -12,8 +12,8 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,54 +23,50 @@ from pipefit.calibrate.overhead import runtime_costs
 from pipefit.compare.cells import Cell, Task, build_cells, make_task
 from pipefit.compare.comparison import Comparison, Refusal, Row
 from pipefit.compare.settings import CompareConfig
-from pipefit.compare.strategies import Batch, ScheduledPipeline
+from pipefit.compare.strategies import ScheduledPipeline
 from pipefit.cost import RuntimeCosts, of_plan
 from pipefit.errors import PipefitError
+from pipefit.models.examples import Batch
 from pipefit.profiling.agreed import agreed_profile, median_profile
 from pipefit.profiling.clock import half_interquartile_range
 from pipefit.profiling.links import links_of
+from pipefit.run.observer import Say
 from pipefit.run.optimizers import STATE_PER_WEIGHT
 from pipefit.runtime.collectives import gather_rows
 from pipefit.runtime.malloc import trim
 from pipefit.runtime.microbatches import largest_part
-from pipefit.runtime.session import Session, current
+from pipefit.runtime.session import current
 from pipefit.simulate import simulate
 from pipefit.spec import Topology
 from pipefit.units import counted
-
-Say = Callable[[str], None]
 
 _KEPT_LOSSES = 4
 _WARM_UP_S = 0.4
 
 
+@dataclass(frozen=True)
 class _Time:
     """The time of a comparison, the same on every rank.
 
-    Args:
-        session: the ranks.
+    Attributes:
         limit_s: seconds of the comparison; 0: no limit.
         asked: a file; once it exists, the user has asked for the end.
-        began_s: its beginning on the clock of this machine, `time.monotonic`; None: now.
+        began_s: its beginning on the clock of this machine, `time.monotonic`.
     """
 
-    def __init__(self, session: Session, limit_s: float, asked: Path | None, began_s: float | None) -> None:
-        self._session = session
-        self._limit_s = limit_s
-        self._asked = asked
-        self._began_s = time.monotonic()
-        if began_s is not None:
-            self._began_s = began_s
+    limit_s: float
+    asked: Path | None
+    began_s: float
 
     def is_over(self, more_s: float) -> bool:
         """Returns whether further seconds go beyond the limit, or the user has asked for the end."""
-        late = bool(self._limit_s) and time.monotonic() - self._began_s + more_s > self._limit_s
-        return any(_of_ranks(float(late or self.is_asked), self._session))
+        late = bool(self.limit_s) and time.monotonic() - self.began_s + more_s > self.limit_s
+        return any(_of_ranks(float(late or self.is_asked)))
 
     @property
     def is_asked(self) -> bool:
         """Whether the user has asked for the end."""
-        return self._asked is not None and self._asked.exists()
+        return self.asked is not None and self.asked.exists()
 
 
 def compare_on_ranks(
@@ -88,7 +84,7 @@ def compare_on_ranks(
         PipefitError: an unknown strategy or model, or nothing that can be measured.
     """
     session = current()
-    left = _Time(session, 60 * config.limit, asked, began_s)
+    left = _Time(60 * config.limit, asked, began_s or time.monotonic())
     say("profiling the model at every micro-batch size")
     task = make_task(config, session)
     say("measuring the links, and what the ranks add to each instruction")
@@ -100,15 +96,15 @@ def compare_on_ranks(
     # Excluded from garbage collection: traversing these objects would take longer than a measurement.
     gc.collect()
     gc.freeze()
-    late = _first_rows(cells, task, session, say, left)
+    late = _first_rows(cells, task, say, left)
     del cells[len(cells) - len(late) :]
-    _repeat(cells, task, session, say, left)
+    _repeat(cells, task, say, left)
     gc.unfreeze()
     updates = min(len(cell.losses) for cell in cells)
     rows = []
     for cell in cells:
         predicted = _predicted(cell, task, topology, runtime)
-        rows.append(_row(cell, predicted, updates, config, session))
+        rows.append(_row(cell, predicted, updates, config))
     return Comparison(
         model=task.description,
         data=task.source,
@@ -122,11 +118,10 @@ def compare_on_ranks(
     ).with_speedups()
 
 
-def _first_rows(cells: list[Cell], task: Task, session: Session, say: Say, left: _Time) -> list[Refusal]:
+def _first_rows(cells: list[Cell], task: Task, say: Say, left: _Time) -> list[Refusal]:
     """Measures each cell once, with its memory, and says so; returns the cells for which there was no time."""
     longest_s = 0.0
     for index, cell in enumerate(cells):
-        name = f"{cell.strategy} m={cell.num_microbatches}"
         began = time.monotonic()
         if index and left.is_over(longest_s):
             if left.is_asked:
@@ -134,17 +129,17 @@ def _first_rows(cells: list[Cell], task: Task, session: Session, say: Say, left:
             else:
                 why = f"no time within --limit {task.config.limit:g}"
             return [Refusal(late.strategy, late.num_microbatches, why) for late in cells[index:]]
-        say(f"measuring: {index + 1} of {len(cells)}, {name}")
+        say(f"measuring: {index + 1} of {len(cells)}, {cell.name}")
         for keep in (False, True):
-            _measure(cell, task.batches, session, keep)
+            _measure(cell, task.batches, keep)
         cell.rise = _rise_bytes(partial(cell.trainer.train, task.batches[: cell.steps]))
         rate = task.config.batch / cell.seconds[0]
-        say(f"measured {index + 1:2} of {len(cells)}  {name:<20}  {rate:8.1f} samples/s")
+        say(f"measured {index + 1:2} of {len(cells)}  {cell.name:<20}  {rate:8.1f} samples/s")
         longest_s = max(longest_s, time.monotonic() - began)
     return []
 
 
-def _repeat(cells: list[Cell], task: Task, session: Session, say: Say, left: _Time) -> None:
+def _repeat(cells: list[Cell], task: Task, say: Say, left: _Time) -> None:
     """Measures all cells again, as often as the settings and the time allow, and the layers each time."""
     expected_s = sum((cell.warm_up + cell.steps) * cell.seconds[0] for cell in cells)
     for repetition in range(2, task.config.repeats + 1):
@@ -154,36 +149,35 @@ def _repeat(cells: list[Cell], task: Task, session: Session, say: Say, left: _Ti
         began = time.monotonic()
         say(f"repetition {repetition} of {task.config.repeats}, {counted(len(cells), 'cell')}")
         for index, cell in enumerate(cells):
-            name = f"{cell.strategy} m={cell.num_microbatches}"
-            say(f"measuring: repetition {repetition}, {index + 1} of {len(cells)}, {name}")
-            _measure(cell, task.batches, session, keep=True)
+            say(f"measuring: repetition {repetition}, {index + 1} of {len(cells)}, {cell.name}")
+            _measure(cell, task.batches, keep=True)
         for num, profiles in task.profiles.items():
             size = largest_part(task.batches[0][0], num)
-            profiles.append(agreed_profile(task.work, [size], session, repeats=2, warmup=1))
+            profiles.append(agreed_profile(task.work, [size], current(), repeats=2, warmup=1))
         expected_s = time.monotonic() - began
 
 
-def _measure(cell: Cell, batches: list[Batch], session: Session, keep: bool) -> None:
+def _measure(cell: Cell, batches: list[Batch], keep: bool) -> None:
     """Measures a cell once: a few updates between two barriers; the first time sets the number of warm-up updates."""
     gc.collect()
     gc.disable()
-    _train(cell, batches, session, cell.warm_up)
-    seconds, used = _train(cell, batches, session, cell.steps)
+    _train(cell, batches, cell.warm_up)
+    seconds, used = _train(cell, batches, cell.steps)
     gc.enable()
     if not keep:
-        longest_s = max(_of_ranks(seconds, session))
+        longest_s = max(_of_ranks(seconds))
         cell.warm_up = int(_WARM_UP_S * cell.steps / longest_s)
         return
     cell.seconds.append(seconds / cell.steps)
     if isinstance(cell.trainer, ScheduledPipeline):
         timeline = cell.trainer.timeline(cell.steps)
-        cell.busy.append([timeline.busy_s(rank) / seconds for rank in range(session.num_ranks)])
+        cell.busy.append([timeline.busy_s(rank) / seconds for rank in range(current().num_ranks)])
         cell.bubbles.append(timeline.bubble_fraction)
     else:
-        cell.busy.append(_of_ranks(used / seconds, session))
+        cell.busy.append(_of_ranks(used / seconds))
 
 
-def _train(cell: Cell, batches: list[Batch], session: Session, steps: int) -> tuple[float, float]:
+def _train(cell: Cell, batches: list[Batch], steps: int) -> tuple[float, float]:
     """Runs some updates of a cell; returns the seconds between two barriers, and this rank's processor seconds."""
     done = len(cell.losses)
     mine = [batches[(done + index) % len(batches)] for index in range(steps)]
@@ -191,14 +185,13 @@ def _train(cell: Cell, batches: list[Batch], session: Session, steps: int) -> tu
     # The calling thread does the work of a rank on a CPU.
     began = time.perf_counter()
     used = time.thread_time()
+    losses: Sequence[float] = ()
     if mine:
         losses = cell.trainer.train(mine)
-    else:
-        losses = []
     used = time.thread_time() - used
     dist.barrier()
     seconds = time.perf_counter() - began
-    if session.rank == 0:
+    if current().rank == 0:
         cell.losses += losses
     else:
         cell.losses += [0.0] * len(mine)
@@ -229,9 +222,9 @@ def _status_bytes(field: str) -> float:
     return next(float(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
-def _of_ranks(value: float, session: Session) -> list[float]:
+def _of_ranks(value: float) -> list[float]:
     """The number of every rank, on every rank."""
-    return [row[0] for row in gather_rows(session, [value])]
+    return [row[0] for row in gather_rows(current(), [value])]
 
 
 def _predicted(cell: Cell, task: Task, topology: Topology, runtime: RuntimeCosts) -> tuple[float, float | None] | None:
@@ -256,11 +249,10 @@ def _row(
     predicted: tuple[float, float | None] | None,
     updates: int,
     config: CompareConfig,
-    session: Session,
 ) -> Row:
     """The figures of a cell, with its loss after some updates; every rank calls it, and those of rank 0 count."""
-    rises = _of_ranks(math.nan if cell.rise is None else cell.rise, session)
-    states = _of_ranks(cell.trainer.state_bytes, session)
+    rises = _of_ranks(math.nan if cell.rise is None else cell.rise)
+    states = _of_ranks(cell.trainer.state_bytes)
     peaks = [rise + state for rise, state in zip(rises, states, strict=True)]
     middle = statistics.median(cell.seconds)
     row = Row(
@@ -278,7 +270,7 @@ def _row(
     if predicted is not None:
         step_s, bubble = predicted
         row = replace(row, predicted_step_s=step_s, bubble_predicted=bubble, predicted_over_measured=step_s / middle)
-    if session.rank == 0:
+    if current().rank == 0:
         last = cell.losses[:updates][-_KEPT_LOSSES:]
         row = replace(row, final_loss=statistics.mean(last))
     return row

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pipefit.models.examples import Batch
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.planner import by_hand
 from pipefit.profiling.tensors import tensors_of
@@ -23,8 +24,6 @@ from pipefit.spec import Partition, Plan, Profile
 from pipefit.spec.options import Parallelism, Updates
 from pipefit.stage.training import with_metrics
 from pipefit.timeline import Timeline
-
-Batch = tuple[Any, Any]
 
 
 class Trainer(Protocol):
@@ -40,7 +39,7 @@ class Trainer(Protocol):
 
 def bytes_of(modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> float:
     """Bytes of weights, buffers and the states of optimizers; shared memory counts once."""
-    tensors: list[Tensor] = []
+    tensors = []
     for module in modules:
         tensors += [*module.parameters(), *module.buffers()]
     for optimizer in optimizers:
@@ -171,7 +170,7 @@ class ScheduledPipeline:
             updates=Updates(seed=seed),
         )
 
-    def train(self, batches: Sequence[tuple[Any, Any]]) -> Sequence[float]:
+    def train(self, batches: Sequence[Batch]) -> Sequence[float]:
         """Trains one update per batch; a schedule without a flush drains at the end."""
         return self.pipe.fit(list(batches), steps=len(batches))
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipefit.compare.strategies import bytes_of
 from pipefit.errors import PlanError
+from pipefit.models.examples import Batch
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.collectives import sum_table
 from pipefit.runtime.session import current
@@ -72,7 +73,7 @@ class TorchPipeline:
             stage, n_microbatches=num_microbatches, loss_fn=lambda output, y: with_metrics(work.loss(output, y))[0]
         )
 
-    def train(self, batches: Sequence[tuple[Any, Any]]) -> Sequence[float]:
+    def train(self, batches: Sequence[Batch]) -> Sequence[float]:
         """Trains; the losses are the last rank's, reported to all at the end."""
         table = torch.zeros(len(batches), dtype=torch.float64)
         for index, (x, y) in enumerate(batches):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gzip
 from collections.abc import Iterator
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipefit.data.position import Resumable, batch_seed
+from pipefit.data.position import Batch, Resumable, batch_seed
 from pipefit.errors import DataError
 
 
@@ -80,6 +80,8 @@ class ArrayBatches(Resumable):
         self._batch = batch
         self._seed = seed
         self._ragged = ragged
+        sizes = {"batch": batch, "num_samples": len(x)}
+        self._identity = {"seed": seed, **sizes, "shuffle": True, "ragged": ragged}
         self._cached: tuple[int, Tensor] = (-1, torch.empty(0))
 
     def __len__(self) -> int:
@@ -93,11 +95,11 @@ class ArrayBatches(Resumable):
         """Epochs that are complete."""
         return self._position // len(self)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         """The rest of the current epoch."""
         return self._until((self.epoch + 1) * len(self))
 
-    def batch_at(self, index: int) -> tuple[Tensor, Tensor]:
+    def batch_at(self, index: int) -> Batch:
         """Batch number `index`, counted over all epochs, without moving the position."""
         rows = self.rows_at(index)
         return self._x[rows], self._y[rows]
@@ -112,7 +114,3 @@ class ArrayBatches(Resumable):
             generator = torch.Generator().manual_seed(batch_seed(self._seed, epoch))
             self._cached = (epoch, torch.randperm(len(self._x), generator=generator))
         return self._cached[1]
-
-    def _identity(self) -> dict[str, Any]:
-        sizes = {"seed": self._seed, "batch": self._batch, "num_samples": len(self._x)}
-        return sizes | {"shuffle": True, "ragged": self._ragged}

@@ -33,7 +33,7 @@ def of_sharegpt(turns: Sequence[Any], where: str) -> list[Any]:
     Raises:
         DataError: an unknown speaker.
     """
-    messages: list[Any] = []
+    messages = []
     for turn in turns:
         if not isinstance(turn, dict) or "from" not in turn:
             messages.append(turn)

@@ -3,44 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import Tensor
 
 from pipefit.errors import DataError
+from pipefit.spec.files import JsonObject
+
+Batch = tuple[Tensor, Tensor]
+"""Input and target."""
 
 
 class Resumable:
     """Batches by number; a checkpoint keeps only the number of the next one."""
 
     _position = 0
+    _identity: JsonObject
+    """Seed and sizes: if one differs, a position means other batches."""
 
-    def _identity(self) -> dict[str, Any]:
-        """Seed and sizes: if one differs, a position means other batches."""
-        raise NotImplementedError
-
-    def batch_at(self, index: int) -> tuple[Tensor, Tensor]:
+    def batch_at(self, index: int) -> Batch:
         """Batch number `index`, counted from the start, without moving the position."""
         raise NotImplementedError
 
-    def _until(self, end: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+    def _until(self, end: int | None) -> Iterator[Batch]:
         """The batches starting at the position, which moves with every batch taken."""
         while end is None or self._position < end:
             index = self._position
             self._position += 1
             yield self.batch_at(index)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """The position, the seed, and the sizes to which the position refers."""
-        return {"position": self._position, **self._identity()}
+        return {"position": self._position, **self._identity}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Sets the position to that of `state`.
 
         Raises:
             DataError: the state belongs to other data, seed or sizes, so the position would mean other batches.
         """
-        identity = self._identity()
+        identity = self._identity
         missing = [key for key in ("position", *identity) if key not in state]
         if missing:
             raise DataError(f"data: the saved position lacks {', '.join(missing)}; it is not a state of these batches")

@@ -23,8 +23,7 @@ class SyntheticBatches(Resumable):
     def __init__(self, example: Callable[[int, int], tuple[Any, Any]], batch: int, seed: int = 0) -> None:
         if batch < 1:
             raise DataError(f"data: batch must be at least 1, got {batch}")
-        self._batch = batch
-        self._seed = seed
+        self._identity = {"seed": seed, "batch": batch}
         self._made = [example(batch, seed + index) for index in range(4)]
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
@@ -34,6 +33,3 @@ class SyntheticBatches(Resumable):
     def batch_at(self, index: int) -> tuple[Any, Any]:
         """Batch number `index`, without moving the position."""
         return self._made[index % len(self._made)]
-
-    def _identity(self) -> dict[str, Any]:
-        return {"seed": self._seed, "batch": self._batch}

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from pipefit.data.position import Resumable, batch_seed
+from pipefit.data.position import Batch, Resumable, batch_seed
 from pipefit.errors import DataError
 
 
@@ -43,6 +41,7 @@ class TextBatches(Resumable):
         self._context = context
         self._seed = seed
         self._end = num_batches
+        self._identity = {"seed": seed, "batch": batch, "context": context, "corpus_bytes": len(corpus)}
 
     def __len__(self) -> int:
         """Batches from the start to the end; an endless stream has no length."""
@@ -50,17 +49,13 @@ class TextBatches(Resumable):
             raise TypeError("an endless TextBatches has no length; give num_batches")
         return self._end
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         """Continues at the current position, which moves with every batch taken."""
         return self._until(self._end)
 
-    def batch_at(self, index: int) -> tuple[Tensor, Tensor]:
+    def batch_at(self, index: int) -> Batch:
         """Batch number `index`, without moving the position."""
         generator = torch.Generator().manual_seed(batch_seed(self._seed, index))
         starts = torch.randint(0, len(self._tokens) - self._context, (self._batch,), generator=generator)
         windows = self._tokens[starts[:, None] + torch.arange(self._context + 1)].long()
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-
-    def _identity(self) -> dict[str, Any]:
-        sizes = {"seed": self._seed, "batch": self._batch, "context": self._context}
-        return sizes | {"corpus_bytes": len(self._tokens)}

@@ -25,6 +25,7 @@ from pipefit.ir.program import Header, Program
 from pipefit.schedules import Schedule, Shape, find
 from pipefit.simulate import metrics
 from pipefit.spec.arguments import checked
+from pipefit.spec.files import JsonObject, write_atomically
 from pipefit.spec.options import with_fields
 from pipefit.timeline import Timeline
 
@@ -55,7 +56,7 @@ class Drawing:
         return self.timeline.program
 
     @cached_property
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> JsonObject:
         """The figures of the drawing, as `pipefit draw --json` prints them."""
         return metrics(self.program, self.timeline, self.cost, steady=self.steady)
 
@@ -101,8 +102,6 @@ class Drawing:
     def save(self, path: str | Path, **options: Any) -> Path:
         """Writes the drawing; its kind is the suffix of the path, as for `pipefit.draw.save`."""
         if str(path).endswith(".html"):
-            from pipefit.spec.files import write_atomically
-
             return write_atomically(path, self.html(**options))
         return save(self.timeline, path, **options)
 

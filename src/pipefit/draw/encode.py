@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from pipefit.draw.caption import title_of
 from pipefit.draw.reasons import Reason, Why, reasons
-from pipefit.draw.scene import Scene
-from pipefit.draw.slots import stays_of
+from pipefit.draw.scene import Box, Scene
+from pipefit.draw.slots import Stay, stays_of
 from pipefit.ir.op import Op
+from pipefit.spec.files import JsonObject
 from pipefit.units import format_bytes
 
 LETTERS = "FRBIWS"
@@ -18,7 +18,7 @@ COPIED_KINDS = ("weights", "wgrad", "optim", "act", "input", "", "grad")
 _FINEST = 1_000_000  # ticks of a timeline whose times are not multiples of a simple fraction
 
 
-def encode_scene(name: str, scene: Scene) -> dict[str, Any]:
+def encode_scene(name: str, scene: Scene) -> JsonObject:
     """A scene as JSON data.
 
     `ranks[r]` has, for each box of rank r: letter, chunk, micro-batch, version, ticks since the end of the previous
@@ -61,25 +61,21 @@ def encode_scene(name: str, scene: Scene) -> dict[str, Any]:
     }
 
 
-def _spilled(scene: Scene, found: list[Reason], tick: float) -> dict[str, Any]:
+def _spilled(scene: Scene, found: list[Reason], tick: float) -> JsonObject:
     spill = scene.timeline.program.header.spill
     assert spill is not None
     copies: list[list[int]] = [[] for _ in scene.stages]
     for number, bar in enumerate(scene.bars, len(scene.boxes)):
         lane = scene.lanes.index(bar.lane)
         kind = COPIED_KINDS.index(bar.what)
-        start = round(bar.start_s / tick)
-        end = round(bar.end_s / tick)
         waited = round(found[number].waited_s / tick)
-        copies[bar.rank] += (lane, kind, bar.stage, bar.mb, start, end - start, waited)
+        copies[bar.rank] += (lane, kind, bar.stage, bar.mb, *_ticks(bar, tick), waited)
         copies[bar.rank] += _why(number, found[number])
     stays: list[dict[tuple[str, int], list[int]]] = [{} for _ in scene.stages]
     for stay in stays_of(scene):
-        start = round(stay.start_s / tick)
-        end = round(stay.end_s / tick)
         place = (stay.kind, stay.slot)
         row = stays[stay.rank].setdefault(place, [COPIED_KINDS.index(stay.kind), stay.slot])
-        row += (stay.stage, start, end - start)
+        row += (stay.stage, *_ticks(stay, tick))
     return {
         "s": spill.weights_slots,
         "tier": spill.tier,
@@ -93,13 +89,18 @@ def _row(scene: Scene, rank: int, found: list[Reason], tick: float) -> list[int]
     row: list[int] = []
     before = 0
     for number, box in enumerate(scene.of(rank), scene.first[rank]):
-        start = round(box.start_s / tick)
-        end = round(box.end_s / tick)
+        start, length = _ticks(box, tick)
         letter = LETTERS.index(box.letter)
-        row += (letter, box.chunk, box.mb, box.version, start - before, end - start)
+        row += (letter, box.chunk, box.mb, box.version, start - before, length)
         row += _why(number, found[number])
-        before = end
+        before = start + length
     return row
+
+
+def _ticks(item: Box | Stay, tick: float) -> tuple[int, int]:
+    """Start and length in ticks."""
+    start = round(item.start_s / tick)
+    return start, round(item.end_s / tick) - start
 
 
 def _why(number: int, reason: Reason) -> tuple[int, int]:

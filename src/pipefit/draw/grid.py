@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,18 +14,10 @@ from pipefit.draw.caption import counts, duration, measures, peak_words, title_o
 from pipefit.draw.look import FAMILIES
 from pipefit.draw.scene import COPIED, Box, Scene, scene_of
 from pipefit.timeline import Timeline
+from pipefit.units import terminal_width
 
 _IDLE = "·"
 _LINE = "─"
-# Backgrounds and texts of the 256 colours that every terminal knows, by chunk parity.
-_ANSI = {
-    "F": ((153, 17), (117, 17)),
-    "R": ((183, 53), (140, 16)),
-    "B": ((25, 231), (18, 231)),
-    "I": ((30, 231), (23, 231)),
-    "W": ((221, 52), (178, 16)),
-    "S": ((240, 231), (240, 231)),
-}
 Paint = Callable[[Box | None, str], str]
 
 
@@ -45,7 +36,7 @@ def grid(timeline: Timeline, width: int | None = None, color: bool | None = None
     if color is None:
         color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     if width is None:
-        width = shutil.get_terminal_size((100, 24)).columns
+        width = terminal_width()
     scene = scene_of(timeline, seconds)
     width = max(width, 40)
     paint = _plain
@@ -80,10 +71,9 @@ def _scale(scene: Scene, room: int) -> tuple[float, bool, bool]:
     The shortest cell gets a whole number of columns where that fits, so that equal cells look equal.
     """
     makespan = scene.facts.makespan_s or 1.0
-    boxes = [box for box in scene.boxes if box.letter != "S" and box.duration_s > 0]
-    unit = min((box.duration_s for box in boxes), default=1.0)
+    unit = min((box.duration_s for box in scene.cells), default=1.0)
     several = scene.facts.num_chunks > 1
-    longest = max((len(_label(box, several)) for box in boxes), default=1)
+    longest = max((len(_label(box, several)) for box in scene.cells), default=1)
     for columns in range(longest + 1, 0, -1):
         if makespan * columns / unit <= room:
             return columns / unit, columns >= longest, True
@@ -142,7 +132,7 @@ def _owners(boxes: list[Box], per_second: float, length: int) -> list[Box | None
             most, _ = shown[column].get(box.letter, (0.0, box))
             if covered > most:
                 shown[column][box.letter] = covered, box
-    owners: list[Box | None] = []
+    owners = []
     due: dict[str, float] = defaultdict(float)
     for kinds, best in zip(filled, shown, strict=True):
         idle = 1 - sum(kinds.values())
@@ -187,7 +177,7 @@ def _plain(box: Box | None, text: str) -> str:
 def _painted(box: Box | None, text: str) -> str:
     if box is None:
         return f"\x1b[2m{text}\x1b[0m"
-    back, front = _ANSI[box.letter][box.chunk % 2]
+    back, front = FAMILIES[box.letter].terminal[box.chunk % 2]
     shown = text
     if box.mb >= 0:
         # The colour shows the kind, so the small space is for the micro-batch, or its last digit.

@@ -1,57 +1,39 @@
-"""Colours: one palette for every kind of picture, chosen so that colour-blind readers distinguish families.
-
-Forwards are light and carry dark text, backwards dark with light text, so lightness is enough to separate them; the
-weight half of a split backward is amber, which no common colour blindness confuses with blue. Chunks of a rank are
-shades of their family, from light to dark.
-"""
+"""Colours: one palette for every kind of picture, in `palette.toml`."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import tomllib
+
+import msgspec
+
+from pipefit.spec.assets import asset
 
 
-class Family(NamedTuple):
-    """A kind of instruction: its name, its colours (first chunk, last chunk, only chunk) and its text, by theme."""
+class Family(msgspec.Struct, frozen=True):
+    """A kind of instruction: its name, its colours (first chunk, last chunk, only chunk) and its text, by theme.
+
+    In a terminal, background and text by chunk parity.
+    """
 
     name: str
     light: tuple[str, str, str]
     light_text: str
     dark: tuple[str, str, str]
     dark_text: str
+    terminal: tuple[tuple[int, int], tuple[int, int]]
 
 
-FAMILIES: dict[str, Family] = {
-    "F": Family("forward", ("#c3def8", "#86b6e6", "#add2f5"), "#0c2747", ("#a9cff2", "#5a97d4", "#84b7ea"), "#06182c"),
-    "R": Family(
-        "recompute", ("#ebe0f8", "#bfa3e3", "#d8c6f0"), "#2f184f", ("#cbb4ec", "#8f6fc2", "#b195dd"), "#190b2e"
-    ),
-    "B": Family("backward", ("#3b78bd", "#13386a", "#2960a6"), "#ffffff", ("#3c6fb2", "#1c3b6c", "#2c5899"), "#f2f7ff"),
-    "I": Family(
-        "input gradient", ("#2b8580", "#0c4744", "#1b6b66"), "#ffffff", ("#2b7f7a", "#124a47", "#1d6661"), "#f0fffd"
-    ),
-    "W": Family(
-        "weight gradient", ("#f8d183", "#dd9a1c", "#f0b643"), "#3a2600", ("#f0c670", "#b67d13", "#d9a136"), "#241700"
-    ),
-    "S": Family("optimizer step", ("#5b6472",) * 3, "#ffffff", ("#b6c0cf",) * 3, "#10151d"),
-}
+class _Palette(msgspec.Struct):
+    families: dict[str, Family]
+    lanes: dict[str, tuple[str, str]]
+    inks: dict[str, tuple[str, str]]
 
-# The lanes of copies and of steps on the host: (light, dark).
-LANES: dict[str, tuple[str, str]] = {
-    "fetch": ("#c58410", "#e5b04c"),
-    "evict": ("#7a5c1e", "#b89450"),
-    "host": ("#5b6472", "#b6c0cf"),
-}
 
-# All other parts of a picture: (light, dark).
-INKS: dict[str, tuple[str, str]] = {
-    "paper": ("#ffffff", "#0f141c"),
-    "ink": ("#17202c", "#e8edf4"),
-    "soft": ("#5a6675", "#9aa7b8"),
-    "lane": ("#f1f3f6", "#1b222d"),
-    "line": ("#dbe1e8", "#2c3644"),
-    "bar": ("#93a4b8", "#5f7188"),
-    "mark": ("#d6336c", "#ff7aa8"),
-}
+_PALETTE = msgspec.convert(tomllib.loads(asset("pipefit.draw", "palette.toml")), _Palette)
+FAMILIES = _PALETTE.families
+"""Kinds of instructions, by their letters."""
+INKS = _PALETTE.inks
+"""All other parts of a picture: (light, dark)."""
 
 
 def mix(first: str, last: str, share: float) -> str:
@@ -93,7 +75,7 @@ def cell_rules(scope: str, num_chunks: int, dark: bool) -> str:
         if dark:
             text = family.dark_text
         rules.append(f"{scope} .t{letter}{{fill:{text}}}")
-    for name, colours in (LANES | INKS).items():
+    for name, colours in (_PALETTE.lanes | INKS).items():
         rules.append(f"{scope} .{name}{{fill:{colours[dark]}}}")
     line = INKS["line"][dark]
     mark = INKS["mark"][dark]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib.resources import files
 
 from pipefit.draw.caption import title_of
 from pipefit.draw.encode import to_text
@@ -13,6 +11,7 @@ from pipefit.draw.scene import Scene, scene_of
 from pipefit.draw.shelf import Stored
 from pipefit.draw.svg import svg
 from pipefit.errors import PipefitError
+from pipefit.spec.assets import asset, rendered
 from pipefit.timeline import Timeline
 
 Timelines = Timeline | Mapping[str, Timeline] | Sequence[tuple[str, Timeline]]
@@ -54,17 +53,18 @@ def html(
     if compare is None:
         compare = len(entries) == 2
     texts = [*(to_text(*entry) for entry in entries), *(item.text for item in stored)]
-    context = {
-        "title": title or "Pipeline schedules",
-        "style": _asset("page.css") + _colours(sorted(chunks)),
-        "script": "".join(map(_asset, _SCRIPTS)),
-        "data": "[" + ",\n".join(texts) + "]",
-        "families": {letter: family.name for letter, family in FAMILIES.items()},
+    return rendered(
+        "pipefit.draw",
+        "page.html.j2",
+        title=title or "Pipeline schedules",
+        style=asset("pipefit.draw", "page.css") + _colours(sorted(chunks)),
+        script="".join(asset("pipefit.draw", name) for name in _SCRIPTS),
+        data="[" + ",\n".join(texts) + "]",
+        families={letter: family.name for letter, family in FAMILIES.items()},
         # Readers without scripts still see the first one.
-        "picture": svg(scene, title=first),
-        "compare": compare,
-    }
-    return _render(context)
+        picture=svg(scene, title=first),
+        compare=compare,
+    )
 
 
 _SCRIPTS = ("words.js", "replay.js", "panel.js", "export.js", "page.js")
@@ -96,18 +96,3 @@ def _palette(chunks: list[int], is_dark: bool) -> tuple[str, str]:
     variables = ";".join(f"--{name}:{colours[is_dark]}" for name, colours in INKS.items())
     rules = [cell_rules(f".chunks-{count}", count, is_dark) for count in chunks]
     return f":root{{{variables}}}", "".join(rules)
-
-
-@cache
-def _asset(name: str) -> str:
-    return files("pipefit.draw").joinpath(name).read_text(encoding="utf-8")
-
-
-def _render(context: dict[str, object]) -> str:
-    # Only a page needs a template engine; without its import the grid is faster.
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    safe = {name: Markup(context[name]) for name in ("style", "script", "data", "picture")}
-    return environment.from_string(_asset("page.html.j2")).render(context | safe)

@@ -127,6 +127,11 @@ class Scene:
             return SPILL_LANES[:2]
         return ()
 
+    @property
+    def cells(self) -> list[Box]:
+        """The boxes with a length: all but steps, which take almost no time."""
+        return [box for box in self.boxes if box.letter != "S" and box.duration_s > 0]
+
     @cached_property
     def items(self) -> tuple[Box, ...]:
         """The boxes, then the bars: all items that a reader can point at."""
@@ -212,12 +217,6 @@ def scene_of(timeline: Timeline, seconds: bool | None = None, scale_s: float = 0
 def _facts(timeline: Timeline, seconds: bool) -> Facts:
     program = timeline.program
     header = program.header
-    makespan = timeline.makespan_s
-    bubble = timeline.bubble_fraction
-    ideal = makespan * (1 - bubble)
-    over_ideal = 0.0
-    if ideal:
-        over_ideal = (makespan - ideal) / ideal
     ranks = range(len(program.ranks))
     chunks = max(header.num_chunks, 1)
     num_microbatches = header.num_microbatches
@@ -243,9 +242,9 @@ def _facts(timeline: Timeline, seconds: bool) -> Facts:
         num_chunks=chunks,
         num_steps=num_steps,
         is_synchronous=header.weights is WeightRule.FLUSH,
-        makespan_s=makespan,
-        bubble_fraction=bubble,
-        bubble_over_ideal=over_ideal,
+        makespan_s=timeline.makespan_s,
+        bubble_fraction=timeline.bubble_fraction,
+        bubble_over_ideal=timeline.bubble_over_ideal,
         peak_inflight=tuple(peak_inflight(program, rank) for rank in ranks),
         weight_versions=tuple(weight_versions(program, rank) for rank in ranks),
         kept_inputs=tuple(kept),

@@ -27,8 +27,8 @@ def stays_of(scene: Scene) -> list[Stay]:
     timeline = scene.timeline
     zero = scene.timeline.start_s
     found = []
-    held: dict[tuple[int, str, int], Stay] = {}
-    newest: dict[tuple[int, int], int] = {}
+    held = {}
+    newest = {}
     for event in sorted(timeline.events, key=attrgetter("rank", "repeat", "position")):
         i = timeline.instruction(event)
         op = i.op

@@ -88,12 +88,11 @@ def _style(scope: str, num_chunks: int) -> str:
 
 
 def _pixels(length: float) -> str:
-    if isinstance(length, int):
-        return str(length)
-    return f"{length:.1f}"
+    """A length to a hundredth."""
+    return f"{length:.2f}".rstrip("0").rstrip(".")
 
 
-def _text(classes: str, x: float, y: float, words: str, size: int = 0) -> str:
+def _text(classes: str, x: float, y: float, words: str, size: float = 0) -> str:
     """A text of a class, and of a font size where that differs from the class's."""
     font = ""
     if size:
@@ -101,9 +100,20 @@ def _text(classes: str, x: float, y: float, words: str, size: int = 0) -> str:
     return f'<text class="{classes}"{font} x="{_pixels(x)}" y="{_pixels(y)}">{words}</text>'
 
 
-def _rect(name: str, x: float, y: float, width: float, height: int, radius: int = 2) -> str:
-    size = f'width="{_pixels(width)}" height="{height}"'
-    return f'<rect class="{name}" x="{_pixels(x)}" y="{_pixels(y)}" {size} rx="{radius}"/>'
+def _rect(
+    name: str, x: float, y: float, width: float, height: int, radius: int = 2, words: str = "", data: str = ""
+) -> str:
+    """A rectangle of a class, with words for its tooltip, and data for scripts."""
+    place = f'x="{_pixels(x)}" y="{_pixels(y)}" width="{_pixels(width)}" height="{height}" rx="{radius}"'
+    if not words:
+        return f'<rect class="{name}" {place}/>'
+    return f'<rect class="{name}"{data} {place}><title>{words}</title></rect>'
+
+
+def _lane(plan: Layout, y: float, name: str) -> Iterator[str]:
+    """A lane below a rank."""
+    yield _rect("lane", plan.left, y, plan.plot_width, BAR_HEIGHT)
+    yield _text("soft end", plan.left - 14, y + 9, name, 9)
 
 
 def _header(scene: Scene, name: str) -> list[str]:
@@ -146,97 +156,71 @@ def _row(scene: Scene, plan: Layout, rank: int) -> list[str]:
         parts.append(_text("ink end", edge, middle - 2, f"rank {rank}"))
         parts.append(_text("soft end", edge, middle + 10, stages_words(scene.stages[rank]), 10))
     for box in scene.of(rank):
-        parts.append(_cell(box, scene, plan, y))
+        parts += _cell(box, scene, plan, y)
     parts.append("</g>")
     return parts
 
 
-def _radius(width: float) -> int:
-    """Radius of a cell's corners in pixels."""
-    if width > 7:
-        return 2
-    if width > 4:
-        return 1
-    return 0
-
-
-def _cell(box: Box, scene: Scene, plan: Layout, y: float) -> str:
+def _cell(box: Box, scene: Scene, plan: Layout, y: float) -> Iterator[str]:
     x = plan.x(box.start_s)
     height = plan.cell_height
     width = plan.x(box.end_s) - x
-    letter = box.letter
-    data = f'data-i="{box.short}"'
-    words = f"<title>{describe(box, scene)}</title></rect>"
-    if letter == "S":
+    data = f' data-i="{box.short}"'
+    words = describe(box, scene)
+    if box.letter == "S":
         # A step takes almost no time in most pictures: it is drawn as a tick that stays visible.
         begin = x + 0.5
         if width < 2.6:
             begin = x - 0.8
-        shown = max(width - 1, 1.6)
-        place = f'x="{begin:.2f}" y="{y - 2:.1f}" width="{shown:.2f}" height="{height + 4}"'
-        return f'<rect class="S0" {data} {place}>{words}'
-    inset = 0.5
-    if width <= 3:
-        inset = min(0.12 * width, 0.5)
+        yield _rect("S0", begin, y - 2, max(width - 1, 1.6), height + 4, 0, words, data)
+        return
+    inset = min(0.12 * width, 0.5)
     inner = max(width - 2 * inset, 0.3)
-    place = f'x="{x + inset:.2f}" y="{y:.1f}" width="{inner:.2f}" height="{height}" rx="{_radius(width)}"'
-    rect = f'<rect class="{letter}{box.chunk}" {data} {place}>{words}'
+    radius = min(int(width / 4), 2)
+    yield _rect(f"{box.letter}{box.chunk}", x + inset, y, inner, height, radius, words, data)
     middle = x + width / 2
+    name = f"n t{box.letter}"
     label = str(box.mb)
     size = plan.number_size
     if not size or len(label) * 0.6 * size > width - 1.9:
-        return rect
+        return
     if not plan.versions:
-        base = y + height / 2 + 0.36 * size
-        return f'{rect}<text class="n t{letter}" font-size="{size}" x="{middle:.2f}" y="{base:.1f}">{label}</text>'
+        yield _text(name, middle, y + height / 2 + 0.36 * size, label, size)
+        return
+    yield _text(name, middle, y + 0.46 * height, label, size)
     version = f"w{box.version}"
     small = plan.version_size
-    above = f'font-size="{size}" x="{middle:.2f}" y="{y + 0.46 * height:.1f}"'
-    text = f'{rect}<text class="n t{letter}" {above}>{label}</text>'
-    if len(version) * 0.62 * small > width - 1:
-        return text
-    below = f'font-size="{small}" x="{middle:.2f}" y="{y + 0.83 * height:.1f}"'
-    return f'{text}<text class="n v t{letter}" {below}>{version}</text>'
+    if len(version) * 0.62 * small <= width - 1:
+        yield _text(f"{name} v", middle, y + 0.83 * height, version, small)
 
 
-def _spilled(scene: Scene, plan: Layout) -> list[str]:
+def _spilled(scene: Scene, plan: Layout) -> Iterator[str]:
     """The lanes of copies and of steps on the host."""
-    parts = []
-    for rank, lane in product(range(scene.num_ranks), scene.lanes):
-        y = plan.lane_y(rank, lane)
-        name = _text("soft end", plan.left - 14, y + 9, lane, 9)
-        row = _rect("lane", plan.left, y, plan.plot_width, BAR_HEIGHT)
-        parts.append(row + name)
+    for rank, (number, lane) in product(range(scene.num_ranks), enumerate(scene.lanes)):
+        yield from _lane(plan, plan.lane_y(rank, number), lane)
+    size = 8.5
     for bar in sorted(scene.bars, key=lambda bar: bar.lane == "host"):
         own = scene.timeline.program.ranks[bar.rank]
         words = escape(str(own[bar.position]))
         x = plan.x(bar.start_s)
-        y = plan.lane_y(bar.rank, bar.lane)
-        size = 8.5
+        y = plan.lane_y(bar.rank, scene.lanes.index(bar.lane))
         width = max(plan.x(bar.end_s) - x, 1.5)
-        place = f'x="{x + 0.4:.2f}" y="{y:.1f}" width="{width - 0.8:.2f}" height="{BAR_HEIGHT}" rx="2"'
-        parts.append(f'<rect class="{bar.lane}" {place}><title>{words}</title></rect>')
+        yield _rect(bar.lane, x + 0.4, y, width - 0.8, BAR_HEIGHT, words=words)
         if len(bar.short) * 0.6 * size <= width - 2:
-            middle = x + width / 2
-            place = f'x="{middle:.2f}" y="{y + 8.6:.1f}"'
-            parts.append(f'<text class="n paper" font-size="{size}" {place}>{bar.short}</text>')
-    return parts
+            yield _text("n paper", x + width / 2, y + 8.6, bar.short, size)
 
 
-def _launches(scene: Scene, plan: Layout) -> list[str]:
+def _launches(scene: Scene, plan: Layout) -> Iterator[str]:
     """The lane of the host's launches, where a device computes."""
     timeline = scene.timeline
-    parts = []
+    number = plan.num_lanes - 1
     for rank in sorted({event.rank for event in timeline.launches}):
-        y = plan.launch_y(rank)
-        parts.append(_rect("lane", plan.left, y, plan.plot_width, BAR_HEIGHT))
-        parts.append(_text("soft end", plan.left - 14, y + 9, "launches", 9))
+        yield from _lane(plan, plan.lane_y(rank, number), "launches")
     for event in timeline.launches:
         x = plan.x(max(event.start_s - timeline.start_s, 0.0))
         width = plan.x(max(event.end_s - timeline.start_s, 0.0)) - x
-        words = f"<title>launch {escape(str(timeline.instruction(event)))}</title>"
-        parts.append(f"<g>{words}{_rect('host', x, plan.launch_y(event.rank), max(width, 0.5), BAR_HEIGHT)}</g>")
-    return parts
+        words = f"launch {escape(str(timeline.instruction(event)))}"
+        yield _rect("host", x, plan.lane_y(event.rank, number), max(width, 0.5), BAR_HEIGHT, words=words)
 
 
 def _curves(scene: Scene, plan: Layout) -> Iterator[str]:
@@ -258,59 +242,46 @@ def _curves(scene: Scene, plan: Layout) -> Iterator[str]:
         yield f'<path class="bar" d="{line}"><title>{words}</title></path>'
 
 
-def _memory(scene: Scene, plan: Layout) -> list[str]:
+def _memory(scene: Scene, plan: Layout) -> Iterator[str]:
+    """The peak of each rank as a bar, then its figures, each kind below its head."""
     facts = scene.facts
-    peaks = facts.peak_inflight
-    versions = facts.weight_versions
     x = plan.memory_left
-    x_weights = x + WEIGHTS_OFFSET
-    x_bytes = x + plan.bytes_offset
-    above = plan.top - 12
-    highest = max(peaks, default=0) or 1
+    peaks = facts.peak_inflight
     head = "peak in flight"
     if any(facts.kept_inputs):
         head = "in flight + inputs"
-    parts = [_text("soft small", x, above, head)]
-    several = max(versions, default=1) > 1
-    if several:
-        parts.append(_text("soft small", x_weights, above, "weights"))
-    sizes = [format_bytes(float(f"{size:.3g}")) for size in facts.peak_bytes]
-    if sizes:
-        parts.append(_text("soft small", x_bytes, above, "memory"))
+    heads = {x: head}
+    figures = {x + PEAK_WIDTH + 8: [peak_words(scene, rank) for rank in range(scene.num_ranks)]}
+    if max(facts.weight_versions, default=1) > 1:
+        place = x + WEIGHTS_OFFSET
+        heads[place] = "weights"
+        figures[place] = [counted(held, "version") for held in facts.weight_versions]
+    if facts.peak_bytes:
+        place = x + plan.bytes_offset
+        heads[place] = "memory"
+        figures[place] = [format_bytes(float(f"{size:.3g}")) for size in facts.peak_bytes]
+    for place, words in heads.items():
+        yield _text("soft small", place, plan.top - 12, words)
+    highest = max(peaks, default=0) or 1
     for rank, peak in enumerate(peaks):
         middle = plan.y(rank) + plan.cell_height / 2
-        base = middle + 4
-        length = float(PEAK_WIDTH * peak / highest)
-        parts.append(_rect("lane", x, middle - 5, PEAK_WIDTH, 10))
-        parts.append(_rect("bar", x, middle - 5, length, 10))
-        words = peak_words(scene, rank)
-        parts.append(_text("ink", x + PEAK_WIDTH + 8, base, words))
-        if several:
-            held = counted(versions[rank], "version")
-            parts.append(_text("ink", x_weights, base, held))
-        if sizes:
-            parts.append(_text("ink", x_bytes, base, sizes[rank]))
-    return parts
+        yield _rect("lane", x, middle - 5, PEAK_WIDTH, 10)
+        yield _rect("bar", x, middle - 5, PEAK_WIDTH * peak / highest, 10)
+        for place, each in figures.items():
+            yield _text("ink", place, middle + 4, each[rank])
 
 
-def _legend(plan: Layout) -> list[str]:
+def _legend(plan: Layout) -> Iterator[str]:
     """Swatches and words, in as many lines as the layout counted for them."""
-    parts = []
-    y = plan.bottom + 40
     for item in plan.legend:
         x = plan.left + item.x
-        top = y + item.line * 20
+        top = plan.bottom + 40 + item.line * 20
         height = 12
-        shift = 0
         if item.thin:
             height = 4
-            shift = 4
         for name in item.classes:
-            swatch = _rect(name, x, top + shift, item.swatch, height)
-            parts.append(swatch)
+            yield _rect(name, x, top + (12 - height) / 2, item.swatch, height)
             x += item.swatch + 1
         if item.classes:
             x += 5
-        words = escape(item.words)
-        parts.append(_text("soft", x, top + 10, words))
-    return parts
+        yield _text("soft", x, top + 10, escape(item.words))

@@ -82,14 +82,9 @@ class Layout:
         """The bottom of the curve of a rank's memory, which is below its lanes."""
         return self.y(rank) + self.pitch - self.row_gap
 
-    def lane_y(self, rank: int, lane: str) -> float:
-        """The top of a lane below a rank."""
-        below = self.y(rank) + self.cell_height + 3
-        return below + SPILL_LANES.index(lane) * _LANE_PITCH
-
-    def launch_y(self, rank: int) -> float:
-        """The top of the lane of launches below a rank."""
-        return self.y(rank) + self.cell_height + 3 + (self.num_lanes - 1) * _LANE_PITCH
+    def lane_y(self, rank: int, number: int) -> float:
+        """The top of a lane below a rank, by its number."""
+        return self.y(rank) + self.cell_height + 3 + number * _LANE_PITCH
 
     @property
     def bottom(self) -> float:
@@ -179,10 +174,10 @@ def layout_of(scene: Scene, width: float | None, room: int = 0) -> Layout:
 
 def _typical_cell(scene: Scene) -> tuple[float, int]:
     """The duration that nine of ten cells reach, and the digits of the highest number."""
-    cells = sorted(box.duration_s for box in scene.boxes if box.letter != "S" and box.duration_s > 0)
+    lengths = sorted(box.duration_s for box in scene.cells)
     typical = 1.0
-    if cells:
-        typical = cells[len(cells) // 10]
+    if lengths:
+        typical = lengths[len(lengths) // 10]
     highest = max([0, *(box.mb for box in scene.boxes)])
     return typical, len(str(highest))
 

@@ -24,8 +24,11 @@ from pipefit.pipeline.batches import samples_of
 from pipefit.runtime.microbatches import MicroBatch, cut, feed_of
 from pipefit.spec.options import Request
 
-Batch = Mapping[str, Any]
+Arguments = dict[str, Any]
 """Tensors and plain values by the names of the model's arguments."""
+
+Batch = Mapping[str, Any]
+"""Likewise, not to be changed."""
 
 ITEMS = "num_items_in_batch"
 """The Trainer's name for the number of labels of an update, which divides sums of losses."""
@@ -45,7 +48,7 @@ def num_samples(batch: Batch) -> int:
     return found
 
 
-def for_each_sample(arguments: Batch) -> dict[str, Any]:
+def for_each_sample(arguments: Batch) -> Arguments:
     """Arguments of a model with the number of labels as a tensor that is split by samples like all others."""
     found = {name: value for name, value in arguments.items() if value is not None}
     items = found.pop(ITEMS, None)

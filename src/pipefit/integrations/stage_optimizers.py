@@ -71,7 +71,7 @@ class StageOptimizers:
 
     def of_stage(self, named: list[tuple[str, Any]]) -> Any:
         """The optimizer of some weights under their names."""
-        groups: list[dict[str, Any]] = []
+        groups = []
         for number in range(len(self.whole.param_groups)):
             groups.append({**self._settings(number), "params": []})
         for name, parameter in named:

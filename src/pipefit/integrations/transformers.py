@@ -19,7 +19,7 @@ from pipefit.cutting import Cut, cut
 from pipefit.cutting.own import without_adapters
 from pipefit.errors import PipefitError, PlanError
 from pipefit.integrations.one_replica import as_one_replica, from_rank
-from pipefit.integrations.split_losses import ITEMS, Batch, for_each_sample, split_of
+from pipefit.integrations.split_losses import ITEMS, Arguments, Batch, for_each_sample, split_of
 from pipefit.integrations.stage_optimizers import StageOptimizers
 from pipefit.integrations.trainer_arguments import check_arguments
 from pipefit.integrations.trainer_passes import forward, train
@@ -43,7 +43,7 @@ _ANY_NORM = 1e30
 class _CalledError(Exception):
     """Ends a loss function when it calls its model, and has the arguments of the call."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
+    def __init__(self, arguments: Arguments) -> None:
         self.arguments = arguments
 
 
@@ -147,7 +147,7 @@ class PipelineTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """The batches of an update, which rank 0 reads, and the number of their labels."""
-        found: Any = None
+        found = None
         if self.session.rank == 0:
             found, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = from_rank(self.session, found)
@@ -205,10 +205,10 @@ class PipelineTrainer(Trainer):
 
     # ---- the passes -------------------------------------------------------------------------------------------------
 
-    def _arguments(self, batch: Batch, num_items: Any) -> dict[str, Any]:
+    def _arguments(self, batch: Batch, num_items: Any) -> Arguments:
         """The arguments with which the loss function calls the model for a batch."""
 
-        def note(arguments: dict[str, Any]) -> Any:
+        def note(arguments: Arguments) -> Any:
             raise _CalledError(arguments)
 
         try:

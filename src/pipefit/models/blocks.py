@@ -9,8 +9,11 @@ from torch import nn
 
 from pipefit.errors import ModelError
 
+Named = tuple[str, nn.Module]
+"""A layer under its name."""
 
-def chain(layers: Iterable[tuple[str, nn.Module]]) -> nn.Sequential:
+
+def chain(layers: Iterable[Named]) -> nn.Sequential:
     """An `nn.Sequential` whose named children are the layers, in order.
 
     Each child is one layer of the profile: the smallest unit of a stage.

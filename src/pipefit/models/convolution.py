@@ -45,17 +45,17 @@ def convnet(
     size = image
     width = inputs
     for index in range(layers - 1):
-        halve = index >= 2 and index % 2 == 0 and size > 2
+        outputs = width
+        stride = 1
         if index == 0:
             outputs = channels
-        else:
-            outputs = width
-        if halve:
+        if index >= 2 and index % 2 == 0 and size > 2:
             outputs = 2 * width
-        model.append((f"block{index}", _norm_block(width, outputs, 2 if halve else 1)))
-        size = (size + 1) // 2 if halve else size
+            stride = 2
+            size = (size + 1) // 2
+        model.append((f"block{index}", _norm_block(width, outputs, stride)))
         width = outputs
-    head: list[tuple[str, nn.Module]] = [
+    head = [
         ("pool", nn.AdaptiveAvgPool2d(1)),
         ("flatten", nn.Flatten()),
         ("dropout", nn.Dropout(dropout)),

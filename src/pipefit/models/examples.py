@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+Batch = tuple[Any, Any]
+"""Input and target."""
 Loss = Callable[[Any, Any], Tensor]
-Example = Callable[[int, int], tuple[Any, Any]]
+Example = Callable[[int, int], Batch]
 
 
 def mean_cross_entropy(output: Tensor, target: Tensor) -> Tensor:

@@ -15,11 +15,14 @@ from typing import Any
 
 from pipefit.errors import ModelError, PipefitError, nearest
 
+Factory = Callable[..., Any]
+"""Makes a model from its options."""
+
 # A script without a main guard may leave through sys.exit while it is imported; Ctrl-C must still pass.
 _RAISED = (Exception, SystemExit)
 
 
-def find_factory(path: str) -> Callable[..., Any]:
+def find_factory(path: str) -> Factory:
     """The callable of `pkg.mod:name` or `folder/file.py:name`; modules are also searched in the working directory.
 
     Raises:
@@ -81,7 +84,7 @@ def _import_file(file: str, path: str) -> ModuleType:
     return module
 
 
-def call_factory(factory: Callable[..., Any], options: Mapping[str, Any], model: str) -> Any:
+def call_factory(factory: Factory, options: Mapping[str, Any], model: str) -> Any:
     """Calls the factory; pipefit's errors pass, any other becomes a `ModelError` with its message and place."""
     try:
         return factory(**options)
@@ -95,13 +98,17 @@ def _cause(error: BaseException) -> str:
     """The exception and the innermost line of the user's code, not the line of a library that refused."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
+    return f"{type(error).__name__}: {error}{place_of(error)}"
+
+
+def place_of(error: BaseException) -> str:
+    """The innermost line of the user's code in words; "": there is none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     users = [frame for frame in frames if not _is_library(frame.filename)] or frames
-    place = ""
-    if users:
-        last = users[-1]
-        place = f" ({last.filename}, line {last.lineno}, in {last.name})"
-    return f"{type(error).__name__}: {error}{place}"
+    if not users:
+        return ""
+    last = users[-1]
+    return f" ({last.filename}, line {last.lineno}, in {last.name})"
 
 
 def _is_library(filename: str) -> bool:

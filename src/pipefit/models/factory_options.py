@@ -7,19 +7,20 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from pipefit.errors import ModelError, nearest
+from pipefit.models.factory import Factory
 from pipefit.spec.files import said
 
 _PLAIN = {int, float, bool, str, types.NoneType}
 _WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false", "none": "null", "auto": "null"}
 
 
-def signature_of(factory: Callable[..., Any]) -> inspect.Signature:
+def signature_of(factory: Factory) -> inspect.Signature:
     """The signature of a factory, with its annotations resolved where they can be."""
     try:
         return inspect.signature(factory, eval_str=True)
@@ -46,7 +47,7 @@ def parse_text(text: str, model: str) -> dict[str, str]:
     return options
 
 
-def check_options(factory: Callable[..., Any], options: Mapping[str, object], model: str) -> dict[str, Any]:
+def check_options(factory: Factory, options: Mapping[str, object], model: str) -> dict[str, Any]:
     """Options with words read by the type each one has in the signature.
 
     Args:

@@ -33,10 +33,14 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Adds the first s positions to the embedded tokens."""
+        return self.dropout(self.token(ids) + self.position.weight[: self.length(ids)])
+
+    def length(self, ids: Tensor) -> int:
+        """The positions of the tokens, which the context must have."""
         length = ids.shape[1]
         if length > self.position.num_embeddings:
             raise ValueError(f"gpt: {length} positions given, but context={self.position.num_embeddings}")
-        return self.dropout(self.token(ids) + self.position.weight[:length])
+        return length
 
 
 class Attention(nn.Module):

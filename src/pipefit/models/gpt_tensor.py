@@ -31,9 +31,7 @@ class SharedEmbedding(Embedding):
     def forward(self, ids: Tensor) -> Tensor:
         """Looks up the tokens of this process, zeros for the others, and sums over the processes."""
         region = self.region
-        length = ids.shape[1]
-        if length > self.position.num_embeddings:
-            raise ValueError(f"gpt: {length} positions given, but context={self.position.num_embeddings}")
+        length = self.length(ids)
         place, here = region.places(ids, self.token.weight.shape[0])
         tokens = F.embedding(place, self.token.weight) * here.unsqueeze(-1)
         (position,) = region.shared(self.position.weight)

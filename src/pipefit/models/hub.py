@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,6 @@ def hub_parts(name: str, options: Mapping[str, object], lora: str = "") -> tuple
         ModelError: transformers is not installed, there is no such class or field, the folder cannot be read, or the
             model cannot be cut.
     """
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        raise ModelError(f"{name}: {_NEEDED}") from None
     if name.startswith(PREFIX):
         # Its buffers are computed when it is built, so it is always built with memory.
         with torch.device("cpu"):
@@ -112,31 +108,33 @@ def without_weights(name: str, options: Mapping[str, object], *, dtype: str = "b
         ModelError: transformers is not installed, there is no such configuration, class or field, or its sizes are
             impossible.
     """
-    try:
-        import transformers
-    except ImportError:
-        raise ModelError(f"{name}: {_NEEDED}") from None
-    own: dict[str, Any] = {}
+    own = {}
     if name.startswith(PREFIX):
         kind = _class_named(name)
         usual = kind.config_class()
     else:
         usual = _configuration(Path(name))
         kind = _class_of(Path(name), usual)
-        own, _ = transformers.PreTrainedConfig.get_config_dict(name, local_files_only=True)
+        own, _ = usual.get_config_dict(name, local_files_only=True)
         # What is trained is not quantised.
         own.pop("quantization_config", None)
-    try:
+    with _building(name, kind), torch.device("meta"):
         config = type(usual)(**own | _fields(name, usual, options))
-        with torch.device("meta"):
-            model = kind._from_config(_complete(config), dtype=getattr(torch, dtype)).train()
-            if lora:
-                model = with_adapters(model, lora)
+        model = kind._from_config(_complete(config), dtype=getattr(torch, dtype)).train()
+        if lora:
+            model = with_adapters(model, lora)
+        return model
+
+
+@contextlib.contextmanager
+def _building(name: str | Path, kind: Any) -> Iterator[None]:
+    """The context in which a model is built, with errors that name it."""
+    try:
+        yield
     except ModelError:
         raise
     except Exception as problem:
         raise ModelError(f"{name}: {kind.__name__} cannot be built: {type(problem).__name__}: {problem}") from problem
-    return model
 
 
 def most_tokens(model: nn.Module) -> int | None:
@@ -215,16 +213,16 @@ def _examples(model: nn.Module) -> Example:
 def _of_class(name: str, options: Mapping[str, object]) -> nn.Module:
     found = _class_named(name)
     given = _fields(name, found.config_class(), options)
-    try:
+    with _building(name, found):
         return _built(found, found.config_class(**given))
-    except Exception as problem:
-        raise ModelError(f"{name}: {type(problem).__name__}: {problem}") from problem
 
 
 def _class_named(name: str) -> Any:
     """The class of transformers that a name such as `transformers:LlamaForCausalLM` names."""
-    import transformers
-
+    try:
+        import transformers
+    except ImportError:
+        raise ModelError(f"{name}: {_NEEDED}") from None
     kind = name.removeprefix(PREFIX)
     found: Any = getattr(transformers, kind, None)
     if getattr(found, "config_class", None) is None:
@@ -286,14 +284,12 @@ def _empty(folder: Path, config: Any) -> nn.Module:
     if getattr(config, "quantization_config", None):
         raise ModelError(f"{folder}: its weights are quantised, which cannot be trained; use weights that are not")
     kind = _class_of(folder, config)
-    try:
+    with _building(folder, kind):
         with init_empty_weights(include_buffers=False):
             model: Any = _built(kind, config)
         # Adapters name their base by this; a relative path would hold only in this working folder.
         model.name_or_path = str(folder.resolve())
         model.tie_weights()
-    except Exception as problem:
-        raise ModelError(f"{folder}: {kind.__name__} cannot be built: {type(problem).__name__}: {problem}") from problem
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model

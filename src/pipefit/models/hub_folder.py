@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from pipefit.errors import ModelError
@@ -102,8 +103,6 @@ class FolderWeights:
 
     @torch.no_grad()
     def _read(self, group: _Group, wanted: _Wanted) -> None:
-        from safetensors import safe_open
-
         conversion = copy.deepcopy(group.conversion)
         first = group.targets[0]
         for source, pattern in group.sources:
@@ -134,7 +133,7 @@ class FolderWeights:
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
         base = self._model.base_model_prefix
         groups: dict[str, _Group] = {}
-        shown: dict[str, str] = {}
+        shown = {}
         for name in sorted(self._file_of, key=_by_number):
             target, pattern = rename_source_key(name, renamings, converters, base, dict(state))
             if target not in state and name in state:
@@ -177,8 +176,6 @@ class FolderWeights:
             )
 
     def _shape(self, name: str) -> list[int]:
-        from safetensors import safe_open
-
         with safe_open(self.folder / self._file_of[name], framework="pt") as file:
             return list(file.get_slice(name).get_shape())
 
@@ -210,8 +207,6 @@ def weight_files(folder: Path) -> dict[str, str]:
     Raises:
         ModelError: there are none, or only pickles.
     """
-    from safetensors import SafetensorError, safe_open
-
     try:
         if (folder / _INDEX).is_file():
             files = dict(json.loads((folder / _INDEX).read_text())["weight_map"])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from pipefit.errors import ModelError
-from pipefit.models.blocks import chain, require_positive, require_probability
+from pipefit.models.blocks import Named, chain, require_positive, require_probability
 
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU,
@@ -21,8 +21,8 @@ _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 def _hidden(
     inputs: int, width: int, activation: Callable[[], nn.Module], batch_norm: bool, dropout: float
-) -> list[tuple[str, nn.Module]]:
-    parts: list[tuple[str, nn.Module]] = [("linear", nn.Linear(inputs, width, bias=not batch_norm))]
+) -> list[Named]:
+    parts: list[Named] = [("linear", nn.Linear(inputs, width, bias=not batch_norm))]
     if batch_norm:
         parts.append(("norm", nn.BatchNorm1d(width)))
     parts.append(("activation", activation()))

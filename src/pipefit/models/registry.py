@@ -15,8 +15,8 @@ from pipefit.errors import ModelError, nearest
 from pipefit.models import examples
 from pipefit.models.blocks import chain
 from pipefit.models.convolution import convnet
-from pipefit.models.examples import Example, Loss, mean_cross_entropy, mean_cube
-from pipefit.models.factory import call_factory, find_factory
+from pipefit.models.examples import Batch, Example, Loss, mean_cross_entropy, mean_cube
+from pipefit.models.factory import Factory, call_factory, find_factory
 from pipefit.models.factory_options import check_options, parse_text, signature_of
 from pipefit.models.gpt import gpt
 from pipefit.models.hub import hub_parts, is_folder, is_hub
@@ -28,7 +28,7 @@ class BuiltIn(NamedTuple):
     """A model that comes with pipefit: its factory, its example, and the data set that suits its default sizes."""
 
     factory: Callable[..., nn.Sequential]
-    example: Callable[..., tuple[Any, Any]]
+    example: Callable[..., Batch]
     data: str
 
 
@@ -120,7 +120,7 @@ def _is_hub(name: str) -> bool:
     return name not in BUILT_IN and is_hub(name)
 
 
-def _factory(name_or_path: str) -> Callable[..., Any]:
+def _factory(name_or_path: str) -> Factory:
     if ":" in name_or_path:
         return find_factory(name_or_path)
     if name_or_path not in BUILT_IN:
@@ -155,7 +155,7 @@ def _users(path: str, made: object, given: Mapping[str, Any]) -> ModelBundle:
 
 
 def _no_example(path: str) -> Example:
-    def example(batch: int, seed: int = 0) -> tuple[Any, Any]:
+    def example(batch: int, seed: int = 0) -> Batch:
         raise ModelError(
             f"{path}: the shapes of its input are not known; let the factory return (model, loss, example), "
             "with example(batch, seed) giving random (x, y), or train on --data digits"

@@ -90,7 +90,7 @@ class _Chart:
         return Picture(title, svg, "\n".join([f"{title} ({y_label})", *rows]))
 
     def _series(self, run: Bench) -> dict[str, Line]:
-        series: dict[str, Line] = {}
+        series = {}
         for name, points in self._lines.items():
             found = feasible(run, points)
             series[name] = [(x, float(y)) for x, y in found]

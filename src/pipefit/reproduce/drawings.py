@@ -80,7 +80,7 @@ def same_version(run: Bench, step: Draw) -> bool:
 
 def same_everywhere(run: Bench, step: Draw, microbatch: int | None = None) -> bool:
     """Whether all stages use the same version in the forward of one micro-batch, or of each."""
-    forward: dict[int, set[int]] = defaultdict(set)
+    forward = defaultdict(set)
     for (_, number), used in versions_used(run(step).program).items():
         forward[number].add(used["fwd"])
     chosen = forward.values() if microbatch is None else [forward[microbatch]]
@@ -105,7 +105,7 @@ def versions_used(program: Program) -> dict[tuple[int, int], dict[str, int]]:
 
 def one_worker_each(run: Bench, step: Draw) -> bool:
     """Whether each mini-batch's forward and backward are on one worker."""
-    ranks: dict[Any, set[int]] = defaultdict(set)
+    ranks = defaultdict(set)
     for rank, _, i in run(step).program:
         if i.op.value in ("fwd", "bwd"):
             ranks[i.stage, i.mb].add(rank)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass
-from importlib.resources import files
 
 from pipefit.reproduce.entry import Bench, shown
 from pipefit.reproduce.ours import make_of
 from pipefit.reproduce.record_parts import Record
+from pipefit.spec.assets import asset
 
 _WITHIN = 0.01
 
@@ -47,5 +47,5 @@ class Exercise:
 
 def exercises() -> list[Exercise]:
     """The exercises, in the order of the chapters."""
-    text = files("pipefit.reproduce").joinpath("exercises.toml").read_text(encoding="utf-8")
-    return [Exercise(**record) for record in tomllib.loads(text)["exercises"]]
+    records = tomllib.loads(asset("pipefit.reproduce", "exercises.toml"))["exercises"]
+    return [Exercise(**record) for record in records]

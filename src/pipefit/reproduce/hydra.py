@@ -22,13 +22,9 @@ def _trials(models: int) -> Sequence[TrialCost]:
     return [TrialCost(turns, 10) for _ in range(models)]
 
 
-def _simulated(policy: str, models: int, devices: int) -> Any:
-    return simulate_study(_trials(models), devices, policy)
-
-
 def _study(run: Bench, policy: str, models: int = _TRIALS, devices: int = _DEVICES) -> Any:
     text = f"simulate_study({models} trials of 15 turns and 10 steps, {devices}, {policy!r})"
-    return run(Python(text, _simulated, policy=policy, models=models, devices=devices))
+    return run(Python(text, lambda: simulate_study(_trials(models), devices, policy)))
 
 
 def study_time(

@@ -29,7 +29,7 @@ def read_lectures(texts: list[str]) -> Decks:
     calls: dict[str, Any] = {}
     for lecture in lectures:
         calls |= lecture.get("calls", {})
-    decks: dict[str, tuple[Entry, ...]] = {}
+    decks = {}
     known: dict[str, Record] = {}
     for lecture in lectures:
         found = []
@@ -42,7 +42,7 @@ def read_lectures(texts: list[str]) -> Decks:
 
 
 def _entry(record: Record, calls: Record) -> Entry:
-    values: dict[str, Value] = {}
+    values = {}
     for each in record.get("values", ()):
         value = _value(record, each, calls)
         if value.name in values:

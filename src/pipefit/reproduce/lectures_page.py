@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.resources import files
 
 from pipefit.draw.chart import MISSING
 from pipefit.reproduce.entry import KINDS, SORTS
 from pipefit.reproduce.lectures import DECKS, ENTRIES
 from pipefit.reproduce.outcome import Compared, Outcome, picture_svg, row_of, tally
+from pipefit.spec.assets import rendered
 
 
 def lectures_page(outcomes: Sequence[Outcome]) -> str:
@@ -17,23 +17,26 @@ def lectures_page(outcomes: Sequence[Outcome]) -> str:
     Args:
         outcomes: the outcomes of the entries to show.
     """
-    import jinja2
-
-    template = files("pipefit.reproduce").joinpath("lectures.html.j2").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    content = {"kinds": KINDS, "sorts": SORTS, "row": row_of, "svg": picture_svg, "missing": MISSING}
-    content["tally"] = tally(outcomes)
-    content["decks"] = _by_deck(outcomes)
-    content["differing"] = _differing(outcomes)
     made = {outcome.entry.name for outcome in outcomes}
-    content["left_out"] = [entry for entry in ENTRIES.values() if entry.name not in made]
-    return environment.from_string(template).render(content)
+    return rendered(
+        "pipefit.reproduce",
+        "lectures.html.j2",
+        kinds=KINDS,
+        sorts=SORTS,
+        row=row_of,
+        svg=picture_svg,
+        missing=MISSING,
+        tally=tally(outcomes),
+        decks=_by_deck(outcomes),
+        differing=_differing(outcomes),
+        left_out=[entry for entry in ENTRIES.values() if entry.name not in made],
+    )
 
 
 def _by_deck(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
     """The outcomes of each deck, without decks that have none."""
     by_name = {outcome.entry.name: outcome for outcome in outcomes}
-    decks: dict[str, list[Outcome]] = {}
+    decks = {}
     for deck, entries in DECKS.items():
         found = [by_name[entry.name] for entry in entries if entry.name in by_name]
         if found:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from pipefit.errors import InfeasibleError
 from pipefit.reproduce.entry import Bench
@@ -72,10 +70,11 @@ def _trained(data: str, schedule: str) -> Verb:
 
 def course(run: Bench, data: str, schedule: str) -> list[tuple[float, float]]:
     """Seconds of training and held-out loss at each evaluation."""
+    from pipefit.run.curves import figures_of
+
     step = _trained(data, schedule)
     run(step)
-    text = (Path(step.options["output"]) / "metrics.jsonl").read_text(encoding="utf-8")
-    entries: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
+    entries = figures_of(Path(step.options["output"]) / "metrics.jsonl")
     seconds = {entry["step"]: entry["seconds"] for entry in entries if "seconds" in entry}
     return [(seconds[entry["step"]], entry["held_out_loss"]) for entry in entries if "held_out_loss" in entry]
 

@@ -20,14 +20,17 @@ Points without a feasible plan are left out of the last four.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
+from operator import truediv
 from typing import Any
 
 from pipefit.errors import InfeasibleError, PipefitError, look_up
+from pipefit.reproduce.drawings import metric
 from pipefit.reproduce.entry import Bench, Make, Scalar
-from pipefit.reproduce.named_figures import FIGURES, metric
+from pipefit.reproduce.named_figures import FIGURES
 from pipefit.reproduce.record_parts import Record, only, without
 from pipefit.reproduce.steps import Draw, Step, filled, is_call, step_of
 
@@ -36,19 +39,11 @@ Points = Sequence[tuple[Any, Any]]
 """Figures with their x."""
 
 
-def _over(a: float, b: float) -> float:
-    return a / b
-
-
-def _gain_over(a: float, b: float) -> float:
-    return a / b - 1
-
-
-def _saved_over(a: float, b: float) -> float:
-    return 1 - a / b
-
-
-_RATIOS = {"over": _over, "gain_over": _gain_over, "saved_over": _saved_over}
+_RATIOS: Mapping[str, Ratio] = {
+    "over": truediv,
+    "gain_over": lambda a, b: a / b - 1,
+    "saved_over": lambda a, b: 1 - a / b,
+}
 _OWN = ("figure", "given", "at", *_RATIOS)
 
 
@@ -159,56 +154,39 @@ def make_of(record: Record, calls: Record) -> Make:
     if "figure" in record:
         return figure_of(record, calls)
     if "descends" in record:
-        return Descent([make_of(each, calls) for each in record["descends"]])
+        return partial(_descends, figures=[make_of(each, calls) for each in record["descends"]])
     for name, join in _JOINTS.items():
         if name in record:
             points = points_of(record[name], record["each"], calls)
-            return Joined(points, join, only(record, ("limit",)))
+            return partial(_joined, points=points, join=join, **only(record, ("limit",)))
     raise PipefitError(f"expected figure, descends or one of {', '.join(_JOINTS)}; got {', '.join(record)}")
 
 
-@dataclass(frozen=True)
-class Descent:
+def _descends(run: Bench, figures: Sequence[Make]) -> bool:
     """Whether each of some figures is larger than the next."""
-
-    figures: Sequence[Callable[..., Any]]
-
-    def __call__(self, run: Bench) -> bool:
-        """Computes it."""
-        found = [figure(run) for figure in self.figures]
-        return all(a > b for a, b in pairwise(found))
+    found: list[Any] = [figure(run) for figure in figures]
+    return all(a > b for a, b in pairwise(found))
 
 
-@dataclass(frozen=True)
-class Joined:
+def _joined(run: Bench, points: Points, join: Callable[..., Scalar], **options: float) -> Scalar:
     """One value of the figures at those points that are feasible."""
-
-    points: Sequence[tuple[Any, Figure]]
-    join: Callable[..., Scalar]
-    options: Record
-
-    def __call__(self, run: Bench) -> Scalar:
-        """Computes it."""
-        return self.join(feasible(run, self.points), **self.options)
+    return join(dict(feasible(run, points)), **options)
 
 
-def _falls(points: Points, limit: float = 1.0) -> bool:
-    figures = [figure for _, figure in points]
-    return len(figures) > 1 and all(b <= limit * a for a, b in pairwise(figures))
+def _falls(found: Mapping[Any, float], limit: float = 1.0) -> bool:
+    return len(found) > 1 and all(b <= limit * a for a, b in pairwise(found.values()))
 
 
-def _rises(points: Points, limit: float = 1.0) -> bool:
-    figures = [figure for _, figure in points]
-    return len(figures) > 1 and all(b > limit * a for a, b in pairwise(figures))
+def _rises(found: Mapping[Any, float], limit: float = 1.0) -> bool:
+    return len(found) > 1 and all(b > limit * a for a, b in pairwise(found.values()))
 
 
-def _best(points: Points) -> Any:
-    x, _ = max(points, key=lambda point: point[1])
-    return x
+def _best(found: Mapping[Any, float]) -> Any:
+    return max(found, key=found.__getitem__)
 
 
-def _most(points: Points) -> Any:
-    return max(figure for _, figure in points)
+def _most(found: Mapping[Any, float]) -> float:
+    return max(found.values())
 
 
 _JOINTS = {"falls": _falls, "rises": _rises, "best": _best, "most": _most}

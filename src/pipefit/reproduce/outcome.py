@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pipefit.draw.chart import can_plot
 from pipefit.errors import InfeasibleError, PipefitError
 from pipefit.reproduce.entry import KINDS, SORTS, Bench, Entry, Make, Picture, Scalar, Sort, Value, shown
 from pipefit.reproduce.lectures import deck_of
-from pipefit.spec.files import write_atomically
+from pipefit.run.observer import Say
+from pipefit.spec.files import JsonObject, write_atomically
 from pipefit.units import columns
 
 
@@ -54,7 +54,7 @@ class Compared:
         """In a word."""
         return {True: "agrees", False: "differs", None: ""}[self.agrees]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """As JSON data."""
         value = self.value
         return {
@@ -91,9 +91,9 @@ class Outcome:
     commands: tuple[str, ...]
     seconds: float
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """As JSON data."""
-        data: dict[str, Any] = {"deck": deck_of(self.entry)}
+        data: JsonObject = {"deck": deck_of(self.entry)}
         for name in ("name", "topic", "line", "kind", "source", "note", "like"):
             data[name] = getattr(self.entry, name)
         data["values"] = [each.as_dict() for each in self.values]
@@ -159,9 +159,9 @@ class Tally:
         others = f"{self.shown} values have no published one; {self.repeated} repeat others"
         return f"{', '.join(counts)} agree; {others}"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """As JSON data."""
-        data: dict[str, Any] = {"without_published": self.shown, "repeated": self.repeated}
+        data: JsonObject = {"without_published": self.shown, "repeated": self.repeated}
         for sort in SORTS:
             data[sort] = {"agree": self.agreeing[sort], "of": self.judged[sort]}
         return data
@@ -228,7 +228,7 @@ def _ours(make: Make, bench: Bench) -> Scalar:
         return "does not fit"
 
 
-def run_all(entries: Iterable[Entry], say: Callable[[str], None] | None = None) -> list[Outcome]:
+def run_all(entries: Iterable[Entry], say: Say | None = None) -> list[Outcome]:
     """Makes entries again, with common steps only once.
 
     Args:

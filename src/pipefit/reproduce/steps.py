@@ -147,13 +147,13 @@ class Python(Step):
 
     def run(self) -> Any:
         """Calls the function."""
-        return self.places[0](**self.options)
+        return self.places[0]()
 
     def _words(self) -> list[str]:
         return []
 
-    def __init__(self, text: str, function: Any, **options: Any) -> None:
-        super().__init__(function, **options)
+    def __init__(self, text: str, function: Any) -> None:
+        super().__init__(function)
         self.command = f"python: {text}"
 
 

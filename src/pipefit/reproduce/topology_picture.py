@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from pipefit.draw.chart import plotted
 from pipefit.planner.machines import load_topology
 from pipefit.reproduce.entry import Bench, Picture
-from pipefit.spec import Topology
 
 _TEAL = "#2b8580"
 _BLUE = "#2960a6"
@@ -17,29 +15,22 @@ _AMBER = "#dd9a1c"
 
 def topology_picture(run: Bench, machine: str) -> Picture:
     """Devices in servers, and the links of each level."""
-    topology = load_topology(machine)
-    inner, outer = topology.levels
-    inside, between = _words(topology)
+    inner, outer = load_topology(machine).levels
+    inside = f"B1: {inner.bandwidth_bytes_per_s / 1e9:g} GB/s"
+    between = f"B2: {outer.bandwidth_bytes_per_s / 1e9:g} GB/s"
+
+    def draw(figure: Any) -> None:
+        axes = figure.add_subplot()
+        for server in range(outer.width):
+            _draw_server(axes, server * (inner.width + 1), inner.width, inside)
+        last = (outer.width - 1) * (inner.width + 1)
+        axes.plot([1.5, last + 1.5], [-0.8, -0.8], color=_BLUE)
+        axes.text(1.6, -1.15, between, fontsize=10)
+        axes.set(xlim=(-0.8, last + inner.width - 0.4 + 0.8), ylim=(-1.4, 1.5))
+        axes.axis("off")
+
     text = f"{outer.width} servers of {inner.width} devices; {inside} inside, {between} between"
-    draw = partial(_draw, topology=topology)
     return Picture("A two-level topology", lambda: plotted(draw, 900, 260, f"A two-level topology: {machine}"), text)
-
-
-def _words(topology: Topology) -> list[str]:
-    return [f"B{k}: {level.bandwidth_bytes_per_s / 1e9:g} GB/s" for k, level in enumerate(topology.levels, 1)]
-
-
-def _draw(figure: Any, topology: Topology) -> None:
-    inner, outer = topology.levels
-    inside, between = _words(topology)
-    axes = figure.add_subplot()
-    for server in range(outer.width):
-        _draw_server(axes, server * (inner.width + 1), inner.width, inside)
-    last = (outer.width - 1) * (inner.width + 1)
-    axes.plot([1.5, last + 1.5], [-0.8, -0.8], color=_BLUE)
-    axes.text(1.6, -1.15, between, fontsize=10)
-    axes.set(xlim=(-0.8, last + inner.width - 0.4 + 0.8), ylim=(-1.4, 1.5))
-    axes.axis("off")
 
 
 def _draw_server(axes: Any, left: int, width: int, inside: str) -> None:

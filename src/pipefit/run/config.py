@@ -7,12 +7,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pipefit.errors import PipefitError
 from pipefit.pipeline.loggers import check_installed
 from pipefit.schedules import find
 from pipefit.spec import Plan
+from pipefit.spec.files import JsonObject
 from pipefit.spec.options import AUTO, Precision, Request, Saves, Spilled, Updates, as_flat, check_least, setting
 from pipefit.units import counted
 
@@ -161,19 +162,17 @@ def _trained(config: RunConfig) -> str:
 def _with_rates(config: RunConfig) -> RunConfig:
     if config.epochs and config.steps:
         raise PipefitError("--steps and --epochs: give one of them")
-    if not Path(config.model).is_dir() and (config.context or config.pack or config.learn == "all"):
+    is_folder = Path(config.model).is_dir()
+    if not is_folder and (config.context or config.pack or config.learn == "all"):
         raise PipefitError(
             f"--context, --pack and --learn are for models with a tokenizer, in a folder; {config.model} has none"
         )
-    if config.lora and not Path(config.model).is_dir():
+    if config.lora and not is_folder:
         raise PipefitError(f"--lora: adapters are trained over the weights of a folder; {config.model} has none")
     if config.epochs and config.spill.disk:
         raise PipefitError("--epochs: a run on a disk must know its steps: give --steps")
     if config.lr is None:
-        lr = _PEAKS[_trained(config)]
-    else:
-        lr = config.lr
-    config = replace(config, lr=lr)
+        config = replace(config, lr=_PEAKS[_trained(config)])
     if config.epochs:
         return config
     return with_steps(config, config.steps or _USUAL_STEPS)
@@ -182,10 +181,8 @@ def _with_rates(config: RunConfig) -> RunConfig:
 def with_steps(config: RunConfig, steps: int) -> RunConfig:
     """The configuration with this number of steps, and the warm-up that follows from it."""
     if config.warmup is None:
-        warmup = -(-steps // 10)
-    else:
-        warmup = config.warmup
-    return replace(config, steps=steps, warmup=warmup)
+        config = replace(config, warmup=-(-steps // 10))
+    return replace(config, steps=steps)
 
 
 def _usual_ranks(request: Request) -> int:
@@ -211,9 +208,7 @@ def num_gpus() -> int:
 
 def num_cores() -> int:
     """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def choices(asked: RunConfig, config: RunConfig) -> list[tuple[str, str]]:
@@ -306,7 +301,7 @@ _FREE = (
 """Options that may differ when another run resumes from the records of this one."""
 
 
-def facts_of(config: RunConfig) -> dict[str, Any]:
+def facts_of(config: RunConfig) -> JsonObject:
     """The options of a run that determine its numbers, by their names on the command line, as JSON data."""
     facts = {f"--{name.replace('_', '-')}": value for name, value in as_flat(config).items() if name not in _FREE}
     return dict(json.loads(json.dumps(facts)))

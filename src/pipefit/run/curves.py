@@ -12,7 +12,7 @@ from pipefit.draw import chart
 from pipefit.draw.chart import Points
 from pipefit.errors import PipefitError
 from pipefit.runtime.faults import Event
-from pipefit.spec.files import read_text
+from pipefit.spec.files import JsonObject, read_text
 
 _WIDTH = 380
 _HEIGHT = 250
@@ -29,7 +29,7 @@ _CURVES = (
 """Title, unit, the figures and their names in the legend, and the factor of the unit."""
 
 
-def figures_of(path: Path) -> list[dict[str, Any]]:
+def figures_of(path: Path) -> list[JsonObject]:
     """The lines of a metrics file; a last line that is being written is left out.
 
     Raises:
@@ -52,9 +52,7 @@ def figures_of(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def curves(
-    entries: Sequence[dict[str, Any]], baseline: Sequence[Any] | None, events: Sequence[Event] = ()
-) -> list[str]:
+def curves(entries: Sequence[JsonObject], baseline: Sequence[Any] | None, events: Sequence[Event] = ()) -> list[str]:
     """The charts of a run, each as SVG text, for the figures that it has.
 
     Args:
@@ -80,7 +78,7 @@ def curves(
     return found
 
 
-def _series(entries: Sequence[dict[str, Any]], name: str, words: str, factor: float) -> dict[str, Points]:
+def _series(entries: Sequence[JsonObject], name: str, words: str, factor: float) -> dict[str, Points]:
     """The finite values of a figure by step; a list has a series for each of its places that differs from the first."""
     rows = [(entry["step"], entry[name]) for entry in entries if entry.get(name) is not None]
     rows = [(step, value if isinstance(value, list) else [value]) for step, value in rows]

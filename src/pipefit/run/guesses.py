@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from pipefit.spec.files import JsonObject
 
 _MOST_WRONG = 24
 _MOST_RIGHT = 12
@@ -63,7 +65,7 @@ def guesses_of(model: nn.Module, images: Tensor, labels: Tensor) -> list[Guess]:
     return wrong[:_MOST_WRONG] + right[:_MOST_RIGHT]
 
 
-def read_guesses(result: dict[str, Any]) -> list[Guess]:
+def read_guesses(result: JsonObject) -> list[Guess]:
     """The answers in the saved result of a run."""
     return [Guess(*guess) for guess in result.get("guesses", [])]
 

@@ -30,10 +30,11 @@ from pipefit.parallel.alike import described
 from pipefit.pipeline.facts import structure_of
 from pipefit.profiling.measure import description
 from pipefit.profiling.workload import Workload
+from pipefit.run.config import num_cores
 from pipefit.runtime.collectives import exchange, from_first
 from pipefit.runtime.outliving import kept
 from pipefit.runtime.session import Session
-from pipefit.spec.files import is_own_folder
+from pipefit.spec.files import JsonObject, is_own_folder
 from pipefit.spec.sealed import read_sealed, write_sealed
 
 T = TypeVar("T")
@@ -60,8 +61,8 @@ class KeptMeasurements:
         self.path = path
         self._facts = facts
         self._session = session
-        self._kept: dict[str, Any] = {}
-        self._new: dict[str, Any] = {}
+        self._kept: JsonObject = {}
+        self._new: JsonObject = {}
         if not again:
             self._kept = from_first(session, self._read)
         self.made_at = float(self._kept.get(_MADE_AT, 0.0))
@@ -105,7 +106,7 @@ class KeptMeasurements:
             with contextlib.suppress(PipefitError):
                 write_sealed(self.path, data, durable=False)
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> JsonObject:
         if self.path is None:
             return {}
         try:
@@ -114,7 +115,7 @@ class KeptMeasurements:
             return {}
 
 
-def facts_of_measurement(work: Workload, optimizer: str, sizes: list[int], session: Session) -> dict[str, Any]:
+def facts_of_measurement(work: Workload, optimizer: str, sizes: list[int], session: Session) -> JsonObject:
     """Everything that measurements of a model's layers on the ranks of a run depend on.
 
     Args:
@@ -123,8 +124,7 @@ def facts_of_measurement(work: Workload, optimizer: str, sizes: list[int], sessi
         sizes: of the micro-batches.
         session: the ranks of the run.
     """
-    cores = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count() or 1))
-    here = [platform.node(), description(work.device, work.half), len(cores(0))]
+    here = [platform.node(), description(work.device, work.half), num_cores()]
     ranks = exchange(session, here)
     hosts = [host for host, *_ in ranks]
     if len(set(hosts)) == 1:

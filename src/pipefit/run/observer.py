@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,6 +12,10 @@ if TYPE_CHECKING:
     from pipefit.run.config import RunConfig
     from pipefit.run.sources import Source
     from pipefit.spec import Plan, Profile
+
+
+Say = Callable[[str], None]
+"""Takes a line about the work that begins."""
 
 
 class Observer:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import msgspec
+from jinja2 import UndefinedError
 
 from pipefit.draw import svg
 from pipefit.draw.chart import can_plot
@@ -25,12 +24,13 @@ from pipefit.run.result import MEASURED, METRICS, RESULT
 from pipefit.run.speeds import speeds_of
 from pipefit.runtime.faults import events_of, noted
 from pipefit.spec import Plan
-from pipefit.spec.files import read_json, write_atomically
+from pipefit.spec.assets import rendered
+from pipefit.spec.files import JsonObject, read_json, write_atomically
 from pipefit.spec.options import as_flat
 from pipefit.timeline import Timeline
 from pipefit.timeline.compare import Row, notable
 from pipefit.timeline.trace import load_trace
-from pipefit.units import format_bytes, format_seconds
+from pipefit.units import format_seconds
 
 _WIDTHS = {"screen": (1160, 2), "phone": (560, 1)}
 """The width of a timeline in pixels and the number of passes that it shows, for each kind of window."""
@@ -114,15 +114,7 @@ def _of_a_run(place: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (
-        KeyError,
-        IndexError,
-        TypeError,
-        ValueError,
-        ArithmeticError,
-        AttributeError,
-        jinja2.UndefinedError,
-    ) as problem:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, UndefinedError) as problem:
         why = f"{type(problem).__name__}: {problem}"
         raise PipefitError(f"{place}: its files are not those that a run wrote ({why}); train again") from None
 
@@ -154,55 +146,67 @@ def summary_of(place: Path) -> list[tuple[str, str]]:
     return found
 
 
-def _render(place: Path, data: dict[str, Any], follows: bool) -> str:
-    template = files("pipefit.run").joinpath("report.html.j2").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"seconds": format_seconds, "bytes": format_bytes}
+def _render(place: Path, data: JsonObject, follows: bool) -> str:
+    result = None
     if data:
         result = data["result"]
-    else:
-        result = None
+    entries = []
     if result or (place / METRICS).exists():
         entries = figures_of(place / METRICS)
-    else:
-        entries = []
-    if result and not any("loss" in entry for entry in entries):
-        raise PipefitError(f"{place / METRICS}: expected the loss of at least one step, got none")
+    losses = [entry for entry in entries if "loss" in entry]
+    content: dict[str, Any] = dict.fromkeys(("config", "plan", "guesses", "speeds", "settings", "machine"))
     if result:
-        plan = Plan.load(place / "plan.json")
+        if not losses:
+            raise PipefitError(f"{place / METRICS}: expected the loss of at least one step, got none")
+        content = _of_result(place, data["config"], result)
+        baseline = result["baseline"]
+        faults = result.get("faults", [])
+        is_predicted = bool(result["predicted"])
     else:
-        plan = None
-    events = events_of(result.get("faults", []) if result else noted(checkpoints_of(place)))
-    drawn: list[Any] = []
+        baseline = None
+        faults = noted(checkpoints_of(place))
+        is_predicted = False
+    events = events_of(faults)
+    drawn = []
     if can_plot():
-        drawn = curves(entries, result["baseline"] if result else None, events)
-    return environment.from_string(template).render(
+        drawn = curves(entries, baseline, events)
+    return rendered(
+        "pipefit.run",
+        "report.html.j2",
         name=place.resolve().name,
         follows=follows,
-        config=data.get("config"),
         result=result,
-        last=next((entry for entry in reversed(entries) if "loss" in entry), None),
-        plan=plan,
-        spill=spill_lines(plan) if plan else [],
+        last=losses[-1] if losses else None,
         events=events,
-        rows=_rows(result["rows"]) if result else [],
         can_plot=can_plot(),
         curves=drawn,
-        settings=_settings(data["config"]) if result else {},
-        machine=result.get("machine", {}) if result else {},
-        speeds=speeds_of(place, data["config"]) if result else None,
-        guesses=[(guess, picture_of(guess)) for guess in read_guesses(result or {})],
-        timelines=_timelines(place, bool(result and result["predicted"])),
+        timelines=_timelines(place, is_predicted),
+        **content,
     )
 
 
-def _rows(data: list[dict[str, Any]]) -> list[Row]:
+def _of_result(place: Path, config: JsonObject, result: JsonObject) -> JsonObject:
+    """The content of the page of a run that has ended, in addition to the content of every page."""
+    plan = Plan.load(place / "plan.json")
+    return {
+        "config": config,
+        "plan": plan,
+        "spill": spill_lines(plan),
+        "rows": _rows(result["rows"]),
+        "settings": _settings(config),
+        "machine": result.get("machine"),
+        "speeds": speeds_of(place, config),
+        "guesses": [(guess, picture_of(guess)) for guess in read_guesses(result)],
+    }
+
+
+def _rows(data: list[JsonObject]) -> list[Row]:
     """The rows of the table of predicted and measured times."""
     rows = [Row(**{"error": 0.0, **row}) for row in data]
     return [row for row in notable(rows) if row.name.split()[0] in ("period", "bubble", *SHOWN)]
 
 
-def _settings(config: dict[str, Any]) -> dict[str, str]:
+def _settings(config: JsonObject) -> dict[str, str]:
     """The options of a run that a reader wants to know, by their names in words."""
     usual = as_flat(RunConfig())
     found = {}

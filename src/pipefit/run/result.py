@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,7 +17,7 @@ from pipefit.run.config import RunConfig, checkpoints_of
 from pipefit.run.guesses import Guess
 from pipefit.run.sources import Source
 from pipefit.spec import Plan, Prediction, Profile
-from pipefit.spec.files import write_atomically, write_json
+from pipefit.spec.files import JsonObject, write_atomically, write_json
 from pipefit.spec.options import as_flat
 from pipefit.timeline import Timeline, save_trace
 from pipefit.timeline.compare import Row
@@ -102,7 +102,7 @@ class RunResult:
     held_bytes: list[float] = field(default_factory=list)
     compile_s: list[float] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
-    faults: list[dict[str, Any]] = field(default_factory=list)
+    faults: list[JsonObject] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     guesses: list[Guess] = field(default_factory=list)
@@ -142,8 +142,8 @@ def _pictures(folder: Path, model: str, timelines: dict[str, Timeline]) -> dict[
     return {name: str(folder / file) for name, file in names.items()}
 
 
-def _plain(result: RunResult) -> dict[str, Any]:
+def _plain(result: RunResult) -> JsonObject:
     """The result as JSON data, without the errors of rows: they follow from its figures, and may be infinite."""
-    data: dict[str, Any] = msgspec.to_builtins(asdict(result))
+    data: JsonObject = msgspec.to_builtins(asdict(result))
     data["rows"] = [{key: value for key, value in row._asdict().items() if key != "error"} for row in result.rows]
     return data

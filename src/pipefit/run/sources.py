@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +15,11 @@ from pipefit.data import ArrayBatches, SyntheticBatches, TextBatches, digits, sp
 from pipefit.data.records import TokenBatches
 from pipefit.errors import DataError, ModelError
 from pipefit.models import ModelBundle, build, parse_options
+from pipefit.models.examples import Batch
 from pipefit.models.hub import is_folder
 from pipefit.models.registry import hub_bundle
 from pipefit.run.config import RunConfig
-from pipefit.run.texts import HeldOutPrompt, Texts, is_named, texts_of
+from pipefit.run.texts import HeldOutPrompt, Texts, files_of, is_named, texts_of
 from pipefit.stage.materialise import can_be_drawn, initialise, is_meta
 from pipefit.stage.split import named_layers
 
@@ -51,7 +51,7 @@ class Source:
     tokens_per_sample: int = 0
     longest: int = 0
     counts_hits: bool = False
-    example: tuple[Any, Any] | None = None
+    example: Batch | None = None
     is_tuned: bool = False
     tokenizer: Any = None
     prompts: tuple[HeldOutPrompt, ...] = ()
@@ -64,7 +64,7 @@ class Source:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def example_of(bundle: ModelBundle, source: Source, batch: int) -> tuple[Any, Any]:
+def example_of(bundle: ModelBundle, source: Source, batch: int) -> Batch:
     """A batch of `batch` samples in the shapes of the run: the model's random example, else one from the data.
 
     Raises:
@@ -151,11 +151,7 @@ def source_of(bundle: ModelBundle, data: Sequence[str], batch: int, seed: int, e
 
 def _of_bytes(data: Sequence[str], eval_data: str, context: int, batch: int, seed: int) -> Source:
     """Text as bytes; without data to evaluate on, its last tenth is held out."""
-    if data == ("text",):
-        paths = None
-    else:
-        paths = [Path(path) for path in data]
-    train = text(paths)
+    train = text(files_of(data))
     if eval_data:
         held = text(eval_data)
     else:

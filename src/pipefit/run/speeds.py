@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipefit.errors import PipefitError
-from pipefit.spec.files import read_json
+from pipefit.spec.files import JsonObject, read_json
 
 FILE = "compare.json"
 """The figures that `pipefit compare -o FOLDER` writes."""
@@ -56,7 +56,7 @@ def speeds_of(folder: Path, config: Mapping[str, Any]) -> Speeds | None:
         ) from None
 
 
-def _speeds(data: dict[str, Any]) -> Speeds | None:
+def _speeds(data: JsonObject) -> Speeds | None:
     rates = {_name(row): float(row["samples_per_s"]) for row in data["rows"]}
     alone = {name: rate for name, rate in rates.items() if name in _ONE_PROCESS.values()}
     others = {name: rate for name, rate in rates.items() if name not in alone}
@@ -79,7 +79,7 @@ def _speeds(data: dict[str, Any]) -> Speeds | None:
     return Speeds([(name, rate, rate / alone[first]) for name, rate in rates.items()], verdict, method)
 
 
-def _name(row: dict[str, Any]) -> str:
+def _name(row: JsonObject) -> str:
     strategy = row["strategy"]
     if strategy in _ONE_PROCESS:
         return _ONE_PROCESS[strategy]

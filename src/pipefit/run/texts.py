@@ -69,6 +69,13 @@ def is_named(data: Sequence[str]) -> bool:
     return tuple(data) in (("digits",), ("synthetic",))
 
 
+def files_of(names: Sequence[str]) -> list[Path] | None:
+    """The files of text or records that `--data` names; None: the built-in text."""
+    if tuple(names) in ((), ("text",)):
+        return None
+    return [Path(name) for name in names]
+
+
 def texts_of(config: RunConfig) -> Texts:
     """The sequences for the model of a folder, by the tokenizer in it; without --eval-data the last tenth is held out.
 
@@ -84,11 +91,7 @@ def texts_of(config: RunConfig) -> Texts:
     context = config.context or min(longest or _USUAL_CONTEXT, _USUAL_CONTEXT)
 
     def read(names: Sequence[str]) -> TokenTable:
-        if tuple(names) in ((), ("text",)):
-            paths = None
-        else:
-            paths = [Path(name) for name in names]
-        samples = token_samples(paths, tokenizer, context, config.pack, config.learn == "all")
+        samples = token_samples(files_of(names), tokenizer, context, config.pack, config.learn == "all")
         if samples.highest >= vocabulary:
             raise DataError(
                 f"{folder}: its tokenizer gives the token {samples.highest}, but the model knows {vocabulary} tokens; "

@@ -197,17 +197,15 @@ def _compare_rates(config: RunConfig, pipe: Pipeline, observer: Observer) -> Non
 
 def _callbacks(config: RunConfig, pipe: Pipeline, observer: Observer) -> list[Any]:
     """Callbacks of the training: the display, and files in the run's folder."""
-    if config.output:
-        folder = Path(config.output)
-    else:
-        folder = None
     found: list[Any] = [observer]
-    if folder is not None:
-        found += [json_log(folder / METRICS), *(log_named(name, folder) for name in config.log)]
-        saves = config.saves
-        found += [Checkpoints(pipe, checkpoints_of(folder), saves.every, saves.keep, saves.share)]
-        if pipe.schedule.is_synchronous:
-            found.append(LatestTimeline(pipe, folder, config.num_steps))
+    if not config.output:
+        return found
+    folder = Path(config.output)
+    found += [json_log(folder / METRICS), *(log_named(name, folder) for name in config.log)]
+    saves = config.saves
+    found.append(Checkpoints(pipe, checkpoints_of(folder), saves.every, saves.keep, saves.share))
+    if pipe.schedule.is_synchronous:
+        found.append(LatestTimeline(pipe, folder, config.num_steps))
     return found
 
 
@@ -268,8 +266,8 @@ def _result(run: ReadyRun, trained: _Trained, report: PipelineReport, before: fl
     config = run.config
     source = run.source
     timeline = report.timeline
-    held_out_loss: float | None = None
-    accuracy: float | None = None
+    held_out_loss = None
+    accuracy = None
     if source.counts_hits:
         held_out_loss, accuracy = run.pipe.evaluate(
             source.held_out, lambda output, y: (output.argmax(1) == y).float().mean().item()

@@ -10,6 +10,8 @@ from typing import Any
 from pipefit.runtime.progress import Progress
 
 _LOOK_S = 0.1
+_ABANDON_S = 1.0
+"""Work that waits for others fails at once when their connections are shut down, or, seldom, never."""
 
 
 class Background:
@@ -73,3 +75,12 @@ class Background:
         if thread is not None:
             self._thread = None
             self._finish()
+
+    def abandon(self) -> None:
+        """Gives the work up whose group is broken; it may end later, and nobody is told."""
+        thread, self._thread = self._thread, None
+        self.group = None
+        if thread is not None:
+            thread.join(_ABANDON_S)
+            if not thread.is_alive():
+                self._finish()

@@ -200,6 +200,8 @@ class Session:
 
     def without(self, loss: Loss) -> Session:
         """The session of the ranks that are left, which this process joins; this one has ended."""
+        assert self.repairs is not None
+        self.repairs.end_waits()
         return self._renumbered(loss.left.index(self.rank), len(loss.left))
 
     def with_newcomer(self, entry: Entry) -> Session:
@@ -214,9 +216,7 @@ class Session:
         global _session
         assert self.repairs is not None
         assert self.folder is not None
-        self.repairs.end_waits()
-        self.background.settle(self.progress)
-        self.background.group = None
+        self.background.abandon()
         if self.watchdog is not None:
             self.watchdog.stop()
         dist.destroy_process_group()

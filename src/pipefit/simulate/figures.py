@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import chain
-from typing import Any
 
 from pipefit.cost import CostModel, unit
 from pipefit.ir.collector import collector_paused
@@ -12,6 +11,7 @@ from pipefit.ir.liveness import kept_inputs, peak_inflight, weight_versions
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program, WeightRule
 from pipefit.simulate.simulate import simulate
+from pipefit.spec.files import JsonObject
 from pipefit.timeline import Timeline
 
 # Updates from which the period of a program with several follows, or of one that spills.
@@ -20,7 +20,7 @@ _ROUNDS = 4
 
 def metrics(
     program: Program, timeline: Timeline, cost: CostModel | None = None, *, steady: Program | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Figures of a program and its timeline, in the unit of the costs.
 
     Args:

@@ -10,13 +10,15 @@ from msgspec.structs import replace
 
 from pipefit.cost import CostModel
 from pipefit.ir.graph import Graph
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Indices, Instruction
 from pipefit.ir.op import COPY_OPS, MESSAGE_OPS, Op
 from pipefit.ir.residency import copy_waits, kept_fetches
 from pipefit.simulate.flat_program import Code, FlatProgram
 from pipefit.spec.plan import COMING_AND_GOING
 
 Key = tuple[object, ...]
+Copies = dict[int, Indices]
+"""Copies, with the instructions that each waits for."""
 T = TypeVar("T")
 
 
@@ -40,7 +42,7 @@ class Prices:
     hold: list[float]
     travel: tuple[list[float], list[float]]
     lanes: dict[int, tuple[Key, ...]]
-    copies: dict[int, tuple[int, ...]]
+    copies: Copies
     arrivals: tuple[dict[int, float], dict[int, float]]
     channels: dict[int, Key]
     closing: list[list[int]]
@@ -79,7 +81,7 @@ def prices_of(layout: FlatProgram, cost: CostModel, contention: bool = False, re
             if tier.name == spill.tier and tier.commit_s:
                 between += tier.commit_s
                 closing = _closing(layout, Op.EVICT)
-    copies: dict[int, tuple[int, ...]] = {}
+    copies = {}
     if any(i.op in COPY_OPS for i, _ in layout.kinds):
         copies = _copies(graph, kept_later)
     return Prices(
@@ -142,7 +144,7 @@ def _channel(cost: CostModel, i: Instruction, rank: int) -> Key:
 
 def _kept(graph: Graph, later: bool) -> frozenset[int]:
     """The fetches that move nothing, by number."""
-    found: set[int] = set()
+    found = set()
     for rank, start in enumerate(graph.starts[:-1]):
         found |= {start + index for index in kept_fetches(graph.program, rank, later)}
     return frozenset(found)
@@ -192,13 +194,13 @@ def _closing(layout: FlatProgram, *more: Op) -> list[list[int]]:
     return result
 
 
-def _copies(graph: Graph, kept: frozenset[int]) -> dict[int, tuple[int, ...]]:
+def _copies(graph: Graph, kept: frozenset[int]) -> Copies:
     """Each copy; for a fetch, the evictions of the pass before that write its value and free its slot.
 
     Waits within a pass are in the graph. A fetch of a value that is still in its slot waits for nothing.
     """
     copies = [number for number, i in enumerate(graph.instructions) if i.op in COPY_OPS]
-    needed: dict[int, tuple[int, ...]] = dict.fromkeys(copies, ())
+    needed: Copies = dict.fromkeys(copies, ())
     for rank, (start, end) in enumerate(pairwise(graph.starts)):
         for index, waits in copy_waits(graph.program, rank, later=True).items():
             number = start + index

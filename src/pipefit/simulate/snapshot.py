@@ -9,15 +9,14 @@ from __future__ import annotations
 import pickle
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 from pipefit.cost.model import CostModel
 from pipefit.simulate.occupancy import stays_of
-from pipefit.spec.files import write_atomically
+from pipefit.spec.files import JsonObject, write_atomically
 from pipefit.timeline.timeline import Timeline
 
 
-def memory_snapshot(timeline: Timeline, cost: CostModel) -> dict[str, Any]:
+def memory_snapshot(timeline: Timeline, cost: CostModel) -> JsonObject:
     """The snapshot of a timeline, in the form of those that torch makes of a GPU's memory.
 
     Args:
@@ -33,7 +32,7 @@ def save_snapshot(timeline: Timeline, cost: CostModel, path: str | Path) -> Path
     return write_atomically(path, pickle.dumps(memory_snapshot(timeline, cost)))
 
 
-def _trace(timeline: Timeline, cost: CostModel, rank: int) -> list[dict[str, Any]]:
+def _trace(timeline: Timeline, cost: CostModel, rank: int) -> list[JsonObject]:
     """The events of a device in order."""
     changes = []
     end = 0

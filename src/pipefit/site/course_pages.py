@@ -7,7 +7,8 @@ from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
-from pipefit.site.site_frame import asset, page
+from pipefit.site.site_frame import page
+from pipefit.spec.assets import asset
 
 Draw = Callable[[list[str], Path], None]
 """Writes the drawing of a command, its words after `pipefit` without -o, into a file."""
@@ -48,5 +49,5 @@ def course_pages(folder: Path, draw: Draw) -> dict[str, str]:
             draw(words.split(), folder / target)
         text = _DRAWING.sub(_FRAME, text.partition("\n## More")[0])
         text = _ELSEWHERE.sub(r"\1", text)
-        pages[f"{name}html"] = page("Course", markdown.render(text), script=asset("frames.js"))
+        pages[f"{name}html"] = page("Course", markdown.render(text), script=asset("pipefit.site", "frames.js"))
     return pages

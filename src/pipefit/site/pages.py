@@ -13,10 +13,14 @@ from pipefit.reproduce.lectures import ENTRIES
 from pipefit.reproduce.lectures_page import lectures_page
 from pipefit.reproduce.outcome import run_all
 from pipefit.reproduce.run_scores import published_runs
+from pipefit.run.observer import Say
 from pipefit.site.course_pages import Draw, course_pages
 from pipefit.site.plan_grid import plan_grid
-from pipefit.site.site_frame import asset, page, rendered
+from pipefit.site.site_frame import page
+from pipefit.spec.assets import asset, rendered
 from pipefit.spec.files import write_atomically
+
+_SITE = "pipefit.site"
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Site:
 
     folder: Path
     draw: Draw
-    say: Callable[[str], None]
+    say: Say
     models: Mapping[str, str]
 
     def write(self, name: str, text: str) -> None:
@@ -49,7 +53,7 @@ def _schedules(site: Site) -> None:
 
 
 def _plan(site: Site) -> None:
-    usual = tomllib.loads(asset("usual.toml"))
+    usual = tomllib.loads(asset(_SITE, "usual.toml"))
     grid = plan_grid(site.models or usual["models"], usual["machines"], usual["batches"], site.say)
     site.write("plan.html", plan_page(grid))
 
@@ -57,12 +61,13 @@ def _plan(site: Site) -> None:
 def plan_page(grid: object) -> str:
     """The page of plans, from `plan_grid`."""
     data = msgspec.json.encode(grid).decode().replace("</", "<\\/")
-    return page("Plans", asset("plan.html"), script=f"const grid = {data};\n{asset('plan.js')}")
+    return page("Plans", asset(_SITE, "plan.html"), script=f"const grid = {data};\n{asset(_SITE, 'plan.js')}")
 
 
 def _runs(site: Site) -> None:
     found = published_runs(site.say)
-    site.write("runs.html", page("Published runs", rendered("runs.html.j2", svg=found.svg(), table=found.text)))
+    body = rendered(_SITE, "runs.html.j2", svg=found.svg(), table=found.text)
+    site.write("runs.html", page("Published runs", body))
 
 
 def _lectures(site: Site) -> None:
@@ -87,4 +92,4 @@ MAKERS: Mapping[str, Callable[[Site], None]] = {
 
 def first_page(names: Sequence[str]) -> str:
     """The first page: a link to each of these pages."""
-    return page("pipefit", rendered("first.html.j2", names=names))
+    return page("pipefit", rendered(_SITE, "first.html.j2", names=names))

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import Any
 
 from pipefit.errors import PipefitError
 from pipefit.planner import plan
 from pipefit.planner.machines import load_topology, read_profile
 from pipefit.planner.transformer import num_parameters, transformer_of
+from pipefit.run.observer import Say
+from pipefit.spec.files import JsonObject
 
 _COLUMNS = ("summary", "throughput", "peak_bytes", "slower", "basis")
 
 
-def plan_grid(
-    models: Mapping[str, str], machines: Sequence[str], batches: Sequence[int], say: Callable[[str], None]
-) -> dict[str, Any]:
+def plan_grid(models: Mapping[str, str], machines: Sequence[str], batches: Sequence[int], say: Say) -> JsonObject:
     """The plans of every model on every machine with every batch, and facts about the models.
 
     Args:
@@ -33,13 +32,13 @@ def plan_grid(
     return {"models": facts, "cells": cells}
 
 
-def _facts(text: str) -> dict[str, Any]:
+def _facts(text: str) -> JsonObject:
     """The profile, the tokens of a sample and the parameters of a model."""
     model = transformer_of(text)
     return {"profile": text, "sequence": model.sequence, "parameters": num_parameters(model)}
 
 
-def _cell(text: str, machine: str, batch: int) -> dict[str, Any]:
+def _cell(text: str, machine: str, batch: int) -> JsonObject:
     topology = load_topology(machine)
     facts = {"devices": topology.num_devices, "capacity": topology.device.memory_bytes}
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
+from pipefit.spec.assets import rendered
 
 
 def page(title: str, body: str, script: str = "") -> str:
@@ -13,17 +13,4 @@ def page(title: str, body: str, script: str = "") -> str:
         body: HTML.
         script: JavaScript that runs at the end.
     """
-    return rendered("shell.html.j2", title=title, body=body, script=script)
-
-
-def asset(name: str) -> str:
-    """A file of the site."""
-    return files("pipefit.site").joinpath(name).read_text(encoding="utf-8")
-
-
-def rendered(name: str, **content: object) -> str:
-    """A template, filled."""
-    import jinja2
-
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    return environment.from_string(asset(name)).render(content)
+    return rendered("pipefit.site", "shell.html.j2", title=title, body=body, script=script)

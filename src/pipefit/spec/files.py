@@ -18,6 +18,9 @@ from pipefit.errors import PipefitError
 
 T = TypeVar("T")
 
+JsonObject = dict[str, Any]
+"""An object of JSON as data: its values are numbers, texts, lists and further objects."""
+
 _HERE = -100
 _EXCHANGE = 2
 """Arguments of Linux's renameat2: paths are relative to this process's folder; both names stay, exchanged."""
@@ -26,7 +29,7 @@ MOST_BYTES: Final = 256 << 20
 """Largest size of a text file that is read: parsed data takes several times as much memory."""
 
 
-def encode(noun: str, value: msgspec.Struct) -> dict[str, Any]:
+def encode(noun: str, value: msgspec.Struct) -> JsonObject:
     """A struct as plain JSON data, its format first."""
     return {"format": f"pipefit.{noun}/1", **msgspec.to_builtins(value)}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from pipefit.spec.arguments import check_value, checked
 from pipefit.study.board import Observer
 from pipefit.study.file import load_study, spec_of
 from pipefit.study.results import StudyResult
-from pipefit.study.trial import StudyError, Trial
+from pipefit.study.trial import Define, StudyError, Trial
 from pipefit.study.trial_search import Search
 
 
@@ -35,7 +35,7 @@ class Study:
         self,
         trials: Sequence[Trial] = (),
         *,
-        define: Callable[[Mapping[str, Any]], Trial] | None = None,
+        define: Define | None = None,
         search: Search | None = None,
         **options: Any,
     ) -> None:

@@ -73,10 +73,9 @@ class Board:
         """The next job of a free device; None: there is none until another one ends."""
         known = self._measured_kinds()
         offer = [self._ready(entry, known) for entry in self.entries if self._may_continue(entry)]
-        if offer:
-            number = self._choose(offer, device)
-        else:
-            number = None
+        if not offer:
+            return None
+        number = self._choose(offer, device)
         if number is None:
             return None
         entry = self.entries[number]
@@ -86,9 +85,8 @@ class Board:
 
     def _ready(self, entry: TrialProgress, known: Mapping[str, TrialCost]) -> Ready:
         cost = self._expected_cost(entry, known)
-        if cost is None:
-            remaining_s = math.inf
-        else:
+        remaining_s = math.inf
+        if cost is not None:
             remaining_s = entry.remaining_of(cost)
         return Ready(entry.number, remaining_s, entry.last_turn, entry.device, entry.trial.steps - entry.steps)
 
@@ -266,13 +264,12 @@ class Board:
             return
         losses = {e.number: e.curve if looks_at_held_out else e.losses for e in self.entries if e.losses}
         verdict = self._stop.judge(entry.number, losses, self.alive)
-        if verdict in (None, WAIT):
-            if verdict:
-                entry.status = "held"
-            else:
-                entry.status = "ready"
+        if verdict is None:
+            entry.status = "ready"
+        elif verdict == WAIT:
+            entry.status = "held"
         else:
-            self._end(entry, "stopped", str(verdict))
+            self._end(entry, "stopped", verdict)
 
     def _end(self, entry: TrialProgress, status: str, reason: str = "") -> None:
         entry.status = status
@@ -332,10 +329,9 @@ class Board:
                 continue
             if cost is None:
                 return None
+            end = entry.trial.steps
             if entry.status == "stopped":
                 end = entry.steps
-            else:
-                end = entry.trial.steps
             admission_s = admissions.get(entry.number, 0.0 if entry.has_ended else usual_s)
             costs.append(cost._replace(num_steps=end - entry.first_step, admission_s=admission_s))
         if costs:

@@ -10,11 +10,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pipefit.errors import look_up, nearest
+from pipefit.errors import look_up
 from pipefit.spec.files import check_format, parse_toml, read_text
 from pipefit.spec.options import check_least
 from pipefit.study.stopping import RULES, Rule
-from pipefit.study.trial import StudyError, StudySpec, Trial, at, file_name
+from pipefit.study.trial import StudyError, StudySpec, Trial, Values, at, file_name
 
 _STUDY = tuple(f.name for f in fields(StudySpec) if f.name != "trials")
 _TRIAL = tuple(f.name for f in fields(Trial) if f.name not in ("name", "loss", "scheduler", "held_out", "values"))
@@ -37,7 +37,7 @@ def load_study(path: str | Path) -> StudySpec:
     return study
 
 
-def study_of(data: Mapping[str, Any], where: str = "study") -> StudySpec:
+def study_of(data: Values, where: str = "study") -> StudySpec:
     """A study from the data of its file.
 
     Raises:
@@ -51,7 +51,7 @@ def study_of(data: Mapping[str, Any], where: str = "study") -> StudySpec:
         return spec_of(trials, {"output": f"runs/{data.get('name', 'study')}", **options})
 
 
-def spec_of(trials: Sequence[Trial], options: Mapping[str, Any]) -> StudySpec:
+def spec_of(trials: Sequence[Trial], options: Values) -> StudySpec:
     """A study of trials, with options by the names of a study file; None is the same as no value.
 
     Raises:
@@ -96,7 +96,7 @@ def rule_of(data: Any) -> Rule:
     return rule
 
 
-def _trials(data: Mapping[str, Any]) -> list[Trial]:
+def _trials(data: Values) -> list[Trial]:
     shared = _flat({key: data[key] for key in _TRIAL if key in data})
     listed = data.get("trials", [{}])
     is_list = isinstance(listed, list) and len(listed) > 0
@@ -116,7 +116,7 @@ def _trials(data: Mapping[str, Any]) -> list[Trial]:
     return found
 
 
-def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(table: Values) -> dict[str, Any]:
     """A table with the options of the model by name, as "options.width", after all others."""
     options = table.get("options", {})
     if not isinstance(options, dict):
@@ -152,7 +152,7 @@ def _check_different(trials: Iterable[Trial]) -> None:
             raise StudyError(f"{before} and {name} are the same training: change a value, or its seed")
 
 
-def _trial(shared: Mapping[str, Any], own: Mapping[str, Any], point: Mapping[str, Any]) -> Trial:
+def _trial(shared: Values, own: Values, point: Values) -> Trial:
     """A trial: the common settings, overridden by its own, and both by those of a point of the grid."""
     settings = {**shared, **own, **point}
     chosen = {**own, **point}
@@ -168,7 +168,6 @@ def _trial(shared: Mapping[str, Any], own: Mapping[str, Any], point: Mapping[str
 
 
 def _check_keys(given: Iterable[str], known: Iterable[str]) -> None:
-    known = tuple(known)
+    table = dict.fromkeys(known)
     for key in given:
-        if key not in known:
-            raise StudyError(f"unknown key {key!r}; {nearest(key, known)}")
+        look_up(key, table, "unknown key", StudyError)

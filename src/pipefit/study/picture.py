@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipefit.draw.chart import hue, plotted
+from pipefit.spec.files import JsonObject
 from pipefit.study.simulation import StudyTimeline, TimedTurn
 
 if TYPE_CHECKING:
@@ -52,9 +53,9 @@ def picture(outcome: StudyTimeline, names: Sequence[str], num_devices: int, titl
     return plotted(draw, 1080, 120 + 46 * num_devices + 24 * (len(names) // _COLUMNS + 1), title)
 
 
-def trace(outcome: StudyTimeline, names: Sequence[str]) -> dict[str, Any]:
+def trace(outcome: StudyTimeline, names: Sequence[str]) -> JsonObject:
     """The timeline as a Chrome trace, which Perfetto opens: a process per device."""
-    items: list[dict[str, Any]] = [
+    items = [
         {"ph": "M", "name": "process_name", "pid": device, "tid": 0, "args": {"name": f"device {device}"}}
         for device in sorted({turn.device for turn in outcome.turns})
     ]

@@ -9,10 +9,9 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pipefit.draw.chart import can_plot
-from pipefit.spec.files import write_atomically
+from pipefit.spec.files import JsonObject, write_atomically
 from pipefit.spec.sealed import read_sealed, write_sealed
 from pipefit.study.board import Board
 from pipefit.study.picture import picture, trace
@@ -72,7 +71,7 @@ class StudyResult:
         """Trials that failed."""
         return sum(row.status == "failed" for row in self.trials)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """As JSON data."""
         return {"format": _RESULT, **vars(self), "trials": [row.as_dict() for row in self.trials]}
 
@@ -95,12 +94,13 @@ def result_of(board: Board, name: str, interrupted: bool, resumed: bool, folder:
         figures = {key: before[key] for key in _FIGURES}
     else:
         measured = board.measured()
-        simulated = {policy: board.in_hindsight(policy) for policy in POLICIES if board.turns}
         policies = {}
         bound = 0.0
-        for policy, found in simulated.items():
-            policies[policy] = {"makespan_s": found.makespan_s, "gap": found.gap}
-            bound = max(bound, found.bound_s)
+        if board.turns:
+            for policy in POLICIES:
+                found = board.in_hindsight(policy)
+                policies[policy] = {"makespan_s": found.makespan_s, "gap": found.gap}
+                bound = max(bound, found.bound_s)
         if bound:
             for way, seconds in board.one_by_one().items():
                 policies[way] = {"makespan_s": seconds, "gap": seconds / bound - 1}
@@ -161,7 +161,7 @@ def read_entry(number: int, trial: Trial, name: str, folder: Path) -> TrialProgr
     return entry
 
 
-def _kept(path: Path, form: str, consequence: str) -> dict[str, Any] | None:
+def _kept(path: Path, form: str, consequence: str) -> JsonObject | None:
     """A dispensable document of an earlier run; None: there is none.
 
     Raises:
@@ -172,7 +172,7 @@ def _kept(path: Path, form: str, consequence: str) -> dict[str, Any] | None:
     return None
 
 
-def reread(path: Path, form: str, cure: str) -> dict[str, Any]:
+def reread(path: Path, form: str, cure: str) -> JsonObject:
     """A document that an earlier run has written.
 
     Raises:

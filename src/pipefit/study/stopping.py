@@ -21,6 +21,7 @@ from pipefit.spec.options import setting
 LOSS: Final = "loss"
 HELD_OUT: Final = "held-out"
 Losses = Mapping[int, Sequence[float]]
+On = Literal["loss", "held-out"]
 
 
 WAIT = "wait"
@@ -44,15 +45,12 @@ class Patience:
     least: float = setting(0.0, least=0.0)
     smooth: int = setting(5, least=1)
     min_steps: int = setting(0, least=0)
-    on: Literal["loss", "held-out"] = LOSS
+    on: On = LOSS
 
     def judge(self, trial: int, losses: Losses, alive: Collection[int]) -> str | None:
         """Stops when the best mean of the last `patience` steps is no better than the best before them."""
         found = losses[trial]
-        if self.on == LOSS:
-            smooth = self.smooth
-        else:
-            smooth = 1
+        smooth = _smoothed(self)
         if len(found) < max(self.min_steps, self.patience + smooth):
             return None
         means = [statistics.fmean(found[end - smooth : end]) for end in range(smooth, len(found) + 1)]
@@ -80,7 +78,7 @@ class Median:
     min_steps: int = setting(10, least=0)
     every: int = setting(5, least=1)
     min_trials: int = setting(2, least=1)
-    on: Literal["loss", "held-out"] = LOSS
+    on: On = LOSS
 
     def judge(self, trial: int, losses: Losses, alive: Collection[int]) -> str | None:
         """Stops at each `every`-th step, when enough others have reached it and half of them were better."""
@@ -119,7 +117,7 @@ class Halving:
     first: int = setting(10, least=1)
     factor: int = setting(2, least=2)
     smooth: int = setting(3, least=1)
-    on: Literal["loss", "held-out"] = LOSS
+    on: On = LOSS
 
     def judge(self, trial: int, losses: Losses, alive: Collection[int]) -> str | None:
         """At a rung: waits for trials that may still reach it, then continues the best."""
@@ -128,11 +126,7 @@ class Halving:
             return None
         if any(len(losses.get(other, ())) < at for other in alive):
             return WAIT
-        if self.on == LOSS:
-            smooth = self.smooth
-        else:
-            smooth = 1
-        first = max(at - smooth, 0)
+        first = max(at - _smoothed(self), 0)
         scores = [(statistics.fmean(curve[first:at]), n) for n, curve in losses.items() if len(curve) >= at]
         count = len(scores)
         place = [number for _, number in sorted(scores)].index(trial) + 1
@@ -145,6 +139,13 @@ class Halving:
         while rung < at:
             rung *= self.factor
         return rung == at
+
+
+def _smoothed(rule: Patience | Halving) -> int:
+    """The steps whose mean is compared; a loss on held-out data is compared as it is."""
+    if rule.on == LOSS:
+        return rule.smooth
+    return 1
 
 
 Rule = Patience | Median | Halving

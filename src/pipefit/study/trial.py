@@ -13,10 +13,17 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from pipefit.errors import PipefitError, look_up, nearest
+from pipefit.errors import PipefitError, look_up
+from pipefit.spec.files import JsonObject
 from pipefit.spec.options import MOST_SEED, MOST_THREADS, check_least, in_bytes, setting
 from pipefit.study.simulation import POLICIES
 from pipefit.study.stopping import HELD_OUT, Rule
+
+Values = Mapping[str, Any]
+"""Values by their names: options, or the values that a search has chosen for a trial."""
+
+Evaluations = list[tuple[int, float]]
+"""(step, loss) of every evaluation on held-out data, steps from 1."""
 
 OPTIMIZERS = ("adamw", "adam", "sgd")
 """By name."""
@@ -75,7 +82,7 @@ class Trial:
 
     name: str = ""
     model: str | Callable[[], Any] = "gpt"
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Values = field(default_factory=dict)
     loss: Callable[[Any, Any], Any] | None = None
     data: str | tuple[str, ...] | Callable[[int], tuple[Any, Any]] = ()
     held_out: Callable[[], Sequence[tuple[Any, Any]]] | None = None
@@ -90,7 +97,7 @@ class Trial:
     clip: float = setting(0.0, least=0.0)
     seed: int = setting(0, least=0, most=MOST_SEED)
     shards: int = setting(0, least=0)
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.data, str):
@@ -106,9 +113,8 @@ class Trial:
         check_least(self)
         listed = isinstance(self.data, tuple)
         is_named = isinstance(self.model, str)
-        if not callable(self.optimizer) and self.optimizer not in OPTIMIZERS:
-            hint = nearest(str(self.optimizer), OPTIMIZERS)
-            raise StudyError(f"optimizer: unknown {self.optimizer!r}; {hint}")
+        if not callable(self.optimizer):
+            look_up(self.optimizer, dict.fromkeys(OPTIMIZERS), "optimizer: unknown", StudyError)
         if listed and self.batch < self.microbatches:
             raise StudyError(f"batch: {self.batch} samples are too few for {self.microbatches} micro-batches")
         if not is_named and (self.loss is None or listed):
@@ -124,9 +130,13 @@ class Trial:
         sizes = (self.batch, self.microbatches, self.shards, self.clip > 0, plain(self.optimizer))
         return repr((self.model, sorted(self.options.items()), plain(self.data), *sizes))
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """The trial as JSON data; callables by their names."""
         return {key: plain(value) for key, value in vars(self).items()}
+
+
+Define = Callable[[Values], Trial]
+"""Makes a trial of values that a search has chosen."""
 
 
 def plain(value: Any) -> Any:
@@ -216,7 +226,7 @@ class StudySpec:
         alike = [replace(other, name=f"{number}") for number, other in enumerate((*others[:1], trial))]
         replace(self, trials=tuple(alike))
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """The study as JSON data."""
         if self.stop is None:
             stop = None
@@ -255,7 +265,7 @@ class Progress(NamedTuple):
 
     turn: int
     losses: list[float]
-    held_out: list[tuple[int, float]]
+    held_out: Evaluations
 
 
 class Job(NamedTuple):
@@ -274,7 +284,7 @@ class Job(NamedTuple):
     trial: int = -1
     argument: Any = None
     name: str = ""
-    values: Mapping[str, Any] | None = None
+    values: Values | None = None
     alive: frozenset[int] = frozenset()
 
 

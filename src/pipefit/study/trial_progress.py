@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from pipefit.spec.files import JsonObject
 from pipefit.study.simulation import TrialCost
-from pipefit.study.trial import Progress, Trial, plain
+from pipefit.study.trial import Evaluations, Progress, Trial, Values, plain
 
 _ENDED = ("finished", "stopped", "failed")
 _KEPT = ("status", "reason", "losses", "busy_s", "moved_s", "moves", "shards", "parameters", "device_bytes")
@@ -46,7 +45,7 @@ class TrialProgress:
     status: str = "waiting"
     reason: str = ""
     losses: list[float] = field(default_factory=list)
-    held_out: list[tuple[int, float]] = field(default_factory=list)
+    held_out: Evaluations = field(default_factory=list)
     turn: int = 0
     first_step: int = 0
     num_turns: int = 0
@@ -63,7 +62,7 @@ class TrialProgress:
     turn_s: dict[int, tuple[float, int]] = field(default_factory=dict)
 
     @property
-    def values(self) -> Mapping[str, Any]:
+    def values(self) -> Values:
         """The values that distinguish it from other trials."""
         return self.trial.values
 
@@ -110,11 +109,11 @@ class TrialProgress:
             curve.append(last)
         return curve
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Its result as JSON data."""
         return {key: plain(getattr(self, key)) for key in _ROW}
 
-    def restore(self, row: Mapping[str, Any]) -> None:
+    def restore(self, row: Values) -> None:
         """Takes over the result of an earlier run, from `as_dict`."""
         vars(self).update({key: row[key] for key in _KEPT})
         self.held_out = [(step, math.inf if loss is None else loss) for step, loss in row["held_out"]]

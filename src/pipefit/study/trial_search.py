@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from pipefit.study.trial import StudyError
-
-Values = Mapping[str, Any]
+from pipefit.study.trial import StudyError, Values
 
 
 class Search(Protocol):

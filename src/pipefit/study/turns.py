@@ -108,8 +108,8 @@ def _closed(turns: list[list[Instruction]]) -> list[list[Instruction]]:
 
 def _crossing(program: Program, turns: list[list[Instruction]]) -> list[list[Instruction]]:
     """Adds the evictions and fetches of the data that crosses a cut."""
-    made: list[set[Value]] = []
-    needed: list[dict[Value, None]] = []
+    made = []
+    needed = []
     for turn in turns:
         own = {value for i in turn for value in makes(i, program, 0)}
         used = [value for i in turn for value in needs(i, program, 0)]

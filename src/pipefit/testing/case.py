@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.ir.instruction import Indices
-from pipefit.models.examples import mean_cross_entropy
+from pipefit.models.examples import Batch, mean_cross_entropy
 from pipefit.planner import ranks_of
 from pipefit.spec.options import Precision, Request, Updates
 from pipefit.stage.precision import first_scale, half_of
@@ -42,7 +42,7 @@ class Case:
     """
 
     model: nn.Module | Sequence[nn.Module]
-    batches: Sequence[tuple[Any, Any]]
+    batches: Sequence[Batch]
     counts: Indices
     request: Request
     precision: Precision = Precision()

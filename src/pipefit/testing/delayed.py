@@ -47,7 +47,7 @@ def version_rule(
         ahead = warmup * ((workers - 1 - sum(replicas[:stage])) // copies)
         return max(mb // copies - ahead, 0) // m
 
-    rules: dict[str, Rule] = {
+    rules = {
         "pipedream": stashed,
         "pipedream-vertical-sync": lambda stage, mb: stashed(first, mb),
         "pipedream-2bw": lambda stage, mb: max(mb // m - 1, 0),

@@ -71,10 +71,10 @@ def devices_of(device: str) -> list[torch.device]:
 
 def rates(device: str) -> Figures:
     """Products, copies and the launch of a kernel, on each GPU."""
-    figures: Figures = {}
+    figures = {}
     problems = []
     for place in devices_of(device):
-        own: Figures = {}
+        own = {}
         for name, (dtype, precision) in PRODUCTS.items():
             torch.set_float32_matmul_precision(precision)
             found = measure_device(place, dtype=dtype, repeats=3)
@@ -107,7 +107,7 @@ def _copies(place: torch.device) -> Figures:
     num_bytes = (1 << 28) if is_accelerator(place) else (1 << 22)
     there = torch.zeros(num_bytes, dtype=torch.uint8, device=place)
     clock = Clock(place)
-    figures: Figures = {}
+    figures = {}
     for kind in ("pinned", "pageable"):
         host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=kind == "pinned" and is_accelerator(place))
         for way, target, source in (("to_device", there, host), ("to_host", host, there)):
@@ -174,7 +174,7 @@ def _settled_s(place: torch.device, work: Callable[[], object], repeats: int = 5
 
 def schedules(device: str) -> Figures:
     """Training by each schedule equals that of one process in float64: in one process, and with a GPU for each rank."""
-    figures: Figures = {}
+    figures = {}
     problems = []
     transports = ["local"]
     if len(devices_of(device)) > 1:
@@ -196,7 +196,7 @@ def schedules(device: str) -> Figures:
 def prediction(device: str) -> Figures:
     """Seconds of a step that a profile and the simulator give, and those of the step."""
     place = process_device(device)
-    figures: Figures = {}
+    figures = {}
     problems = []
     models = MODELS if is_accelerator(place) else {"small": _TINY}
     for name, sizes in models.items():
@@ -207,8 +207,7 @@ def prediction(device: str) -> Figures:
         request = Request("1f1b", 4, 1, parallelism=Parallelism(device=device))
         work = Workload(named_layers(bundle.layers), bundle.loss, _adam, place, (x, y), half=half, model=name)
         made = decide(request, work, current(), measure=True)
-        if made.profile is None or made.topology is None:
-            raise PipefitError(f"{name}: the layers were not measured")
+        assert made.profile is not None and made.topology is not None
         costs = of_plan(made.profile.at(2), made.plan, made.topology)
         predicted_s = update_s(made.plan, costs)[1]
         pipe = Pipeline(
@@ -284,7 +283,7 @@ def _ahead_of_rank(device: str) -> dict[str, float]:
     session = current()
     matrix = torch.ones(4096 if is_accelerator(place) else 64, 64, device=place)
     ready, *buffers = (torch.zeros(1 << 20, device=place) for _ in range(9))
-    found: dict[str, float] = {}
+    found = {}
     for count in (0, 0, 1, 2, 4, 8):
         dist.barrier()
         if session.rank == 1:
@@ -308,7 +307,7 @@ def _ahead_of_rank(device: str) -> dict[str, float]:
 
 def deaths(device: str) -> Figures:
     """Seconds until a run ends in which one rank dies, or stands still for longer than the deadline of 5 s."""
-    figures: Figures = {}
+    figures = {}
     problems = []
     for fault in ("dies", "stands still"):
         start = time.monotonic()

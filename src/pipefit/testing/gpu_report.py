@@ -45,7 +45,7 @@ def examine(folder: Path, device: str = "", on_part: Callable[[str, Figures], No
     device = device or accelerator.kind()
     if device == "":
         raise PipefitError("--gpu: expected a GPU that torch can use, and it sees none here; pipefit doctor says why")
-    report: Figures = {"facts": facts(device), "parts": {}}
+    report = {"facts": facts(device), "parts": {}}
     for name, part in PARTS.items():
         start = time.monotonic()
         if num_ranks(device) < part.least_gpus:

@@ -67,7 +67,7 @@ def _whole(worker: Worker, table: Tensors) -> Tensors:
 
 def _recorded(worker: Worker) -> Tensors:
     """A table that is filled with a rank's gradients just before the first step of its optimizers."""
-    table: Tensors = {}
+    table = {}
 
     def record(named: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for name, master in named.items():
@@ -85,7 +85,7 @@ def _recorded(worker: Worker) -> Tensors:
 
 
 def _state(worker: Worker) -> Tensors:
-    found: Tensors = {}
+    found = {}
     for index, stage in worker.stages.items():
         with worker.presence(index):
             for name, value in stage.state_dict().items():

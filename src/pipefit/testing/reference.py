@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from pipefit.models.examples import Batch
 from pipefit.testing.averages import MiniBatchAverages
 from pipefit.testing.case import Case, Outcome, Tensors
 from pipefit.testing.users_model import Whole, whole
@@ -30,7 +31,7 @@ def reference(case: Case) -> Outcome:
     averages = MiniBatchAverages(model.root)
     trained = {name: parameter for name, parameter in model.root.named_parameters() if parameter.requires_grad}
     optimizer = None
-    scheduler: Any = None
+    scheduler = None
     if trained:
         optimizer = optimizer_of(case, model.root, list(trained.items()))
         if case.updates.scheduler:
@@ -56,7 +57,7 @@ def reference(case: Case) -> Outcome:
 
 
 def _accumulate(
-    model: Whole, averages: MiniBatchAverages, batch: tuple[Any, Any], first: int, scaler: torch.amp.GradScaler
+    model: Whole, averages: MiniBatchAverages, batch: Batch, first: int, scaler: torch.amp.GradScaler
 ) -> float:
     """Adds up the gradients of a batch, micro-batch by micro-batch; returns its loss."""
     total = 0.0
@@ -99,7 +100,7 @@ def _num_samples(target: Any) -> int:
     return len(pytree.tree_leaves(target)[0])
 
 
-def micro_batches(case: Case, batch: tuple[Any, Any]) -> Iterator[MicroBatch]:
+def micro_batches(case: Case, batch: Batch) -> Iterator[MicroBatch]:
     """The micro-batches of a batch."""
     inputs, targets = (_split(payload, case.request.num_microbatches) for payload in batch)
     weigh = case.updates.weigh or _num_samples
@@ -145,7 +146,7 @@ def _spared(no_decay: Sequence[str] | str, root: nn.Module) -> set[str]:
     if isinstance(no_decay, str):
         no_decay = no_decay.split(",")
     words = [word.strip().lower() for word in no_decay if word.strip()]
-    chosen: set[nn.Parameter] = set()
+    chosen = set()
     for path, module in root.named_modules(remove_duplicate=False):
         kind = type(module).__name__
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -255,7 +255,7 @@ class _Draws:
     @contextlib.contextmanager
     def calling(self, begin: Begin, batch: Any) -> Iterator[None]:
         """The context of a forward, which calls `begin` before the first draw of each layer."""
-        layers: Iterator[int] | None = None
+        layers = None
         now = 0
 
         def draws() -> None:

@@ -49,7 +49,7 @@ def by_kind(timeline: Timeline) -> dict[tuple[str, int], KindTimes]:
 
     For messages and reductions the time is from issuing to arrival, so it contains the wait for the other side.
     """
-    times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    times = defaultdict(list)
     for event in timeline.events:
         i = timeline.instruction(event)
         times[i.op.value, i.stage].append(event.duration_s)

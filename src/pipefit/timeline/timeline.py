@@ -170,7 +170,7 @@ class Timeline:
         return seconds / (last - first)
 
     def _steady_steps(self) -> int:
-        last_forward: dict[int, float] = {}
+        last_forward = {}
         ranks = self.program.ranks
         frozen = self.program.header.frozen
         forward = Op.FWD

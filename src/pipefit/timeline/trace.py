@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import asdict
 
@@ -20,7 +19,7 @@ from pipefit.errors import PipefitError
 from pipefit.ir import text
 from pipefit.ir.graph import dependency_graph
 from pipefit.ir.op import Lane, Op
-from pipefit.spec.files import read_json, write_atomically
+from pipefit.spec.files import JsonObject, read_json, write_atomically
 from pipefit.timeline.timeline import Event, Timeline
 
 _FORMAT = "pipefit.timeline/1"
@@ -29,10 +28,10 @@ _LAUNCH = "launch"
 _THREADS = {"compute": 0, "comm": 100, "fetch": 200, "evict": 300, "host_step": 400, _LAUNCH: 500}
 
 
-def to_chrome_trace(timeline: Timeline) -> dict[str, Any]:
+def to_chrome_trace(timeline: Timeline) -> JsonObject:
     """A JSON object in Chrome's trace event format (times there in microseconds)."""
     threads = _threads(timeline)
-    items: list[dict[str, Any]] = list(_names(timeline, threads))
+    items = list(_names(timeline, threads))
     items += [_slice(timeline, event, threads[event]) for event in timeline.events]
     items += [_launch(timeline, event) for event in timeline.launches]
     items += _arrows(timeline, threads)
@@ -98,7 +97,7 @@ def load_trace(path: str | Path) -> Timeline:
 
 def _threads(timeline: Timeline) -> dict[Event, int]:
     """The thread of each event: the first of its lane on which it crosses no other."""
-    threads: dict[Event, int] = {}
+    threads = {}
     free: dict[tuple[int, str], list[float]] = defaultdict(list)
     for event in sorted(timeline.events, key=attrgetter("start_s", "end_s")):
         lane = _lane(timeline, event)
@@ -122,7 +121,7 @@ def _lane(timeline: Timeline, event: Event) -> str:
     return lane.value
 
 
-def _names(timeline: Timeline, threads: dict[Event, int]) -> Iterator[dict[str, Any]]:
+def _names(timeline: Timeline, threads: dict[Event, int]) -> Iterator[JsonObject]:
     header = timeline.program.header
     for rank in range(len(timeline.program.ranks)):
         stages = ", ".join(f"s{stage}" for stage in header.stages_of(rank))
@@ -139,11 +138,11 @@ def _names(timeline: Timeline, threads: dict[Event, int]) -> Iterator[dict[str, 
         yield _metadata("thread_sort_index", rank, thread, sort_index=thread)
 
 
-def _metadata(what: str, rank: int, thread: int, **args: object) -> dict[str, Any]:
+def _metadata(what: str, rank: int, thread: int, **args: object) -> JsonObject:
     return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": args}
 
 
-def _slice(timeline: Timeline, event: Event, thread: int) -> dict[str, Any]:
+def _slice(timeline: Timeline, event: Event, thread: int) -> JsonObject:
     i = timeline.instruction(event)
     start = float(event.start_s)
     end = float(event.end_s)
@@ -159,13 +158,13 @@ def _slice(timeline: Timeline, event: Event, thread: int) -> dict[str, Any]:
     }
 
 
-def _launch(timeline: Timeline, event: Event) -> dict[str, Any]:
+def _launch(timeline: Timeline, event: Event) -> JsonObject:
     """The slice of the host's launch of a computation."""
     item = _slice(timeline, event, _THREADS[_LAUNCH])
     return item | {"name": f"launch {item['name']}", "cat": _LAUNCH}
 
 
-def _arrows(timeline: Timeline, threads: dict[Event, int]) -> Iterator[dict[str, Any]]:
+def _arrows(timeline: Timeline, threads: dict[Event, int]) -> Iterator[JsonObject]:
     graph = dependency_graph(timeline.program)
     number = 0
     for event in timeline.events:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError, InfeasibleError, ModelError, PipefitError
+from pipefit.models.examples import Batch
 from pipefit.partition.capacity import hydra, shard_bytes
 from pipefit.pipeline.layer_sizes import state_per_weight
 from pipefit.profiling import analytic_profile, profile_sizes
@@ -26,8 +27,6 @@ from pipefit.stage.split import NamedLayer, is_sequence, joined, named_layers
 from pipefit.stage.training import Training
 from pipefit.study.trial import Figures, Trial
 from pipefit.study.turns import step_program, turns_of
-
-Batch = tuple[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -190,7 +189,7 @@ def _split(trial: Trial, recipe: Recipe, batch: Batch, capacity_bytes: float) ->
     return partition, max(sizes)
 
 
-def _profile(trial: Trial, recipe: Recipe, batch: tuple[Any, Any]) -> Profile:
+def _profile(trial: Trial, recipe: Recipe, batch: Batch) -> Profile:
     """Bytes of the layers; boundary tensors count for each micro-batch of a step: a shard has all of them at once."""
     x, y = batch
     size = largest_part(x, trial.microbatches)

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 import torch
 
 from pipefit.errors import DamageError, PipefitError, TierError
+from pipefit.models.factory import place_of
 from pipefit.runtime.malloc import give_back_freed
 from pipefit.runtime.signals import die_with_launcher
 from pipefit.stage import accelerator
 from pipefit.study.execute import runner
 from pipefit.study.execute.open_trial import OpenTrial
 from pipefit.study.simulation import TimedTurn
-from pipefit.study.trial import Job, NoRoomError, StudySpec, Trial
+from pipefit.study.trial import Define, Job, NoRoomError, StudySpec, Trial
 
 _KEPT_BYTES = 1 << 30
 """Bytes of trials that a worker keeps on its device between turns where no limit is given."""
@@ -49,7 +50,7 @@ class Settings(NamedTuple):
     folder: Path
     log: Path
     trials: Sequence[Trial]
-    define: Callable[[Mapping[str, Any]], Trial] | None
+    define: Define | None
 
     @property
     def threads(self) -> int:
@@ -217,9 +218,4 @@ def reason_of(problem: BaseException, doing: str = "") -> str:
     text = str(problem)
     if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError" or "allocate memory" in text:
         return f"out of memory: {text.splitlines()[0] if text else 'the process got no more'}"
-    frames = [f for f in traceback.extract_tb(problem.__traceback__) if "site-packages" not in f.filename]
-    if frames:
-        place = f" ({frames[-1].filename}, line {frames[-1].lineno})"
-    else:
-        place = ""
-    return f"{type(problem).__name__} {doing}: {text or 'no message'}{place}"
+    return f"{type(problem).__name__} {doing}: {text or 'no message'}{place_of(problem)}"

@@ -7,16 +7,16 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from pipefit.spec.files import is_own_folder
+from pipefit.spec.files import JsonObject, is_own_folder
 from pipefit.spec.lock import locked
 from pipefit.spec.options import in_bytes
 from pipefit.spec.sealed import write_sealed
 from pipefit.study.results import reread
-from pipefit.study.trial import StudyError, StudySpec, plain
+from pipefit.study.trial import StudyError, StudySpec, Values, plain
 from pipefit.units import format_bytes
 
 _FORMAT = "pipefit.study/5"
@@ -93,11 +93,11 @@ class StudyFolder:
         """Free space for the state of trials."""
         return float(shutil.disk_usage(self.state).free)
 
-    def choose(self, values: Sequence[Mapping[str, Any]]) -> None:
+    def choose(self, values: Sequence[Values]) -> None:
         """Writes the values that a search has chosen so far."""
         write_sealed(self.path / "chosen.json", {"format": _CHOSEN, "chosen": plain(values)}, indent=1)
 
-    def chosen(self) -> list[dict[str, Any]]:
+    def chosen(self) -> list[JsonObject]:
         """The trials that a search chose in an earlier run."""
         path = self.path / "chosen.json"
         if path.exists():

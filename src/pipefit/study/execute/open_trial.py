@@ -205,7 +205,7 @@ class OpenTrial:
 def _homes(shards: Mapping[int, Sequence[NamedLayer]]) -> dict[int, set[int]]:
     """Each shard, with the earlier ones that are the first to have one of its weights or buffers."""
     first: dict[int, int] = {}
-    homes: dict[int, set[int]] = {}
+    homes = {}
     for shard, layers in shards.items():
         own = joined(layers)
         tensors = (*own.parameters(), *own.buffers())

@@ -92,7 +92,7 @@ class Pool:
 
     def answers(self, timeout_s: float) -> Iterator[tuple[int, Job, Answer | None]]:
         """(worker, its job, the answer) of those with an answer; None in place of it: the worker died."""
-        pipes: dict[Any, int] = {self._workers[number][1]: number for number in self.jobs}
+        pipes = {self._workers[number][1]: number for number in self.jobs}
         ready: list[Any] = wait(list(pipes), timeout_s)
         for pipe in ready:
             number = pipes[pipe]

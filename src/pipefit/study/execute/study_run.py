@@ -7,10 +7,9 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pipefit.errors import DamageError, PipefitError, TierError
 from pipefit.runtime.signals import handling
@@ -21,13 +20,12 @@ from pipefit.study.execute.folder import StudyFolder
 from pipefit.study.execute.pool import Pool
 from pipefit.study.execute.trial_files import read_progress
 from pipefit.study.results import StudyResult, read_entry, result_of, save_result, write_entry
-from pipefit.study.trial import Job, StudyError, StudySpec, Trial, file_name
+from pipefit.study.trial import Define, Job, StudyError, StudySpec, Trial, Values, file_name
 from pipefit.study.trial_progress import TrialProgress
 from pipefit.study.trial_search import Search
 
 _GRACE_S = 10.0
 _MOST_RESTARTS = 20
-Define = Callable[[Mapping[str, Any]], Trial]
 
 
 class StudyRun:
@@ -76,7 +74,7 @@ class StudyRun:
         self._trouble: str | None = None
         self._restarts = 0
         self._has_died_over_weights = False
-        self._chosen: dict[int, Mapping[str, Any]] = {}
+        self._chosen: dict[int, Values] = {}
         self._kept: TrialProgress | None = None
 
     # ---- the run ---------------------------------------------------------------------------------------------------
@@ -237,7 +235,7 @@ class StudyRun:
             self._folder.choose([*self._chosen.values(), values])
             self._add(values)
 
-    def _add(self, values: Mapping[str, Any]) -> None:
+    def _add(self, values: Values) -> None:
         """Adds a trial with values that the search chose; if it cannot be made, only that trial fails."""
         assert self._define is not None
         number = len(self.board.entries)

@@ -25,7 +25,7 @@ from pipefit.errors import DamageError, TierError
 from pipefit.spill.lanes import Lanes
 from pipefit.spill.tier_file import Commit, read_commits
 from pipefit.spill.tier_store import TierStore
-from pipefit.study.trial import Figures, Progress
+from pipefit.study.trial import Evaluations, Figures, Progress
 
 _NAME = "trial"
 _LOSSES = "losses"
@@ -139,7 +139,7 @@ def write_loss(folder: Path, step: int, loss: float, held_out: float = math.nan)
         raise TierError(f"{folder / _LOSSES}: cannot be written: {problem.strerror}") from None
 
 
-def read_losses(folder: Path, num_steps: int) -> tuple[list[float], list[tuple[int, float]]]:
+def read_losses(folder: Path, num_steps: int) -> tuple[list[float], Evaluations]:
     """The losses of the steps that are done, and (step, loss) of the evaluations on held-out data, steps from 1.
 
     Raises:

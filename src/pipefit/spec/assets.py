@@ -1,0 +1,24 @@
+"""Files that come with a package: texts, and templates of pages."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+
+from pipefit.units import format_bytes, format_seconds
+
+
+@cache
+def asset(package: str, name: str) -> str:
+    """The text of a file of a package, such as "pipefit.site"."""
+    return files(package).joinpath(name).read_text(encoding="utf-8")
+
+
+def rendered(package: str, name: str, /, **content: object) -> str:
+    """A template of a package, filled; texts are escaped, and a name without content is an error."""
+    # Only pages need a template engine, whose import takes time.
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"seconds": format_seconds, "bytes": format_bytes}
+    return environment.from_string(asset(package, name)).render(content)
