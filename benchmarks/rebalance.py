@@ -107,7 +107,7 @@ def alternating(repeats: int, width: int) -> tuple[list[tuple[float, float]], fl
             parallelism=pf.Parallelism(rebalance=rebalance),
         )
         pipes.append(pipe)
-    policy = pipes[1]._rebalancer = Timed(pipes[1], Decision(pipes[1].plan))
+    policy = pipes[1].rebalancer = Timed(pipes[1], Decision(pipes[1].plan))
     x = torch.randn(256, width)
     found = []
     for _ in range(repeats):

@@ -131,6 +131,38 @@ def test_a_training_goes_on_and_its_report_says_so(ranks, tmp_path, capsys):
 
 
 @pytest.mark.long
+def test_a_training_grows_again(tmp_path, caplog):
+    """It has no end of its own, because nobody knows when the new process is there."""
+    place = tmp_path / "run"
+    words = "train --model mlp --ranks 4 --replicas 2 --microbatches 4 --steps 100000 --quick --recover 2 --grow"
+    thread = _kill_when_trained(place, 2, 6)
+    stop = threading.Thread(target=_stop_when_grown, args=(place,), daemon=True)
+    stop.start()
+    with pytest.raises(SystemExit) as ended:
+        main([*words.split(), "-o", str(place)])
+    assert ended.value.code == 128 + signal.SIGTERM
+    thread.join()
+    said = caplog.text
+    assert "repair 1 of 2: 3 ranks go on" in said and "rank 2 enters: 4 ranks go on" in said
+    lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    sizes = [len(line["memory_bytes"]) for line in lines]
+    assert [size for size, before in zip(sizes, [0, *sizes], strict=False) if size != before] == [4, 3, 4]
+
+
+def _stop_when_grown(place):
+    """Stops this process when ranks have trained for some steps with a process that was started again."""
+    notes = place / "logs" / "faults.jsonl"
+    while not notes.exists() or "entered" not in notes.read_text():
+        time.sleep(0.01)
+    log = place / "metrics.jsonl"
+    steps = len(log.read_text().splitlines())
+    while len(log.read_text().splitlines()) < steps + 5:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.long
 @pytest.mark.long
 def test_a_spilled_training_goes_on_from_the_records_on_its_disk(tmp_path, capsys):
     words = "train --model gpt --option layers=3,hidden=32,context=16,tied=false,dropout=0.1 --data text --batch 4"
@@ -155,6 +187,7 @@ def test_a_spilled_training_goes_on_from_the_records_on_its_disk(tmp_path, capsy
         (["--recover", "0"], "--recover: expected at least 1"),
         (["--ranks", "2", "--recover", "1", "--min-ranks", "3"], "min_ranks: expected 1 to 2"),
         (["--ranks", "2", "--min-ranks", "1"], "min_ranks: expected with recover"),
+        (["--ranks", "2", "--grow"], "grow: expected with recover"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(words, said, capsys):

@@ -36,7 +36,8 @@ def settings(monkeypatch):
 
 def test_without_options_a_run_is_the_default_run(settings):
     assert main(["train"]) == 0
-    assert settings == [(with_defaults(RunConfig()), "distributed", {"threads": None, "recover": 0, "min_ranks": None})]
+    starts = {"threads": None, "recover": 0, "min_ranks": None, "grow": False}
+    assert settings == [(with_defaults(RunConfig()), "distributed", starts)]
 
 
 def test_a_plan_says_how_many_processes_there_are_where_nobody_does(settings, tmp_path):

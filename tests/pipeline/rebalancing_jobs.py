@@ -94,7 +94,7 @@ def trained(
         parallelism=pf.Parallelism(rebalance=rebalance),
     )
     if rebalance:
-        pipe._rebalancer = Measured(pipe, decision)
+        pipe.rebalancer = Measured(pipe, decision)
     counts = [[len(stage.layers) for stage in pipe.plan.partition.stages]]
     losses = pipe.fit([example(SAMPLES, step) for step in range(STEPS)])
     counts.append([len(stage.layers) for stage in pipe.plan.partition.stages])

@@ -134,7 +134,7 @@ def _mfu(share: float) -> str:
 
 def report(result: Any) -> str:
     """The end of a run: its figures, measured next to predicted, faults, a sample, and the paths of its files."""
-    from pipefit.runtime.faults import MOVED, events_of
+    from pipefit.runtime.faults import GREW, MOVED, events_of
 
     lines = [*_losses(result), *result.notes]
     num_ranks = len(result.utilisation)
@@ -158,8 +158,8 @@ def report(result: Any) -> str:
         lines.append("inside  " + _each(who, _sizes(inside)))
     for event in events_of(result.faults):
         what = "fault"
-        if event.kind == MOVED:
-            what = "move"
+        if event.kind in (MOVED, GREW):
+            what = event.kind
         lines += ["", f"{what}: {event.what}", f"  {event.done}"]
     if result.guesses:
         lines += ["", "from the held-out data:", *_drawn(result.guesses)]

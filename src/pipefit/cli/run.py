@@ -25,6 +25,7 @@ def command(
     threads: Threads | None = None,
     recover: Count | None = None,
     min_ranks: Count | None = None,
+    grow: bool = False,
     logs: Path | None = None,
     json: Json = False,
 ) -> Answer:
@@ -41,6 +42,7 @@ def command(
         threads: CPU threads of each; default: the cores shared among them.
         recover: Times that the ranks are started again after one has died or hung; `Pipeline.fit` then resumes.
         min_ranks: Ranks with which to continue if one cannot be started again; default: all.
+        grow: Start a lost rank again while the others train on; it enters at the end of a step.
         logs: Folder for the logs of the ranks; default: a temporary one.
     """
     if script.is_dir():
@@ -63,6 +65,7 @@ def command(
         quiet=json,
         recover=recover or 0,
         min_ranks=min_ranks,
+        grow=grow,
     )
     return Answer({"script": str(script), "num_ranks": ranks, "seconds": time.perf_counter() - start}, "")
 

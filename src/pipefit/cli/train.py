@@ -31,6 +31,7 @@ def command(
     threads: Threads | None = None,
     recover: Count | None = None,
     min_ranks: Count | None = None,
+    grow: bool = False,
     config: Path | None = None,
     quiet: bool = False,
     json: Json = False,
@@ -47,6 +48,7 @@ def command(
         threads: CPU threads of each rank; default: the cores shared among them.
         recover: Times that the ranks are started again, and resume, after one has died or hung.
         min_ranks: Ranks with which to continue if one cannot be started again; default: all.
+        grow: Start a lost rank again while the others train on; it enters at the end of a step.
         config: TOML file with any of these options; the command line has priority.
         quiet: Print nothing before the result.
     """
@@ -60,9 +62,9 @@ def command(
         who = "torchrun starts its processes again by --max-restarts"
     elif transport == "local":
         who = "no process is started"
-    if who and (recover or min_ranks):
-        raise PipefitError(f"--recover and --min-ranks: {who}; leave them out")
-    starts = {"threads": threads, "recover": recover or 0, "min_ranks": min_ranks}
+    if who and (recover or min_ranks or grow):
+        raise PipefitError(f"--recover, --min-ranks and --grow: {who}; leave them out")
+    starts = {"threads": threads, "recover": recover or 0, "min_ranks": min_ranks, "grow": grow}
     if not (json or quiet) and is_first():
         print("\n".join(columns(choices(asked, run))), "loading torch …", sep="\n", flush=True)
     result = _run(run, transport, starts, quiet=json or quiet)

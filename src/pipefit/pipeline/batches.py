@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -31,12 +31,14 @@ class DataComparison:
 
     Attributes:
         session: of the run now.
+        enters: takes the first batch of a process that enters the run, where the others do not begin; see `meet`.
     """
 
     def __init__(self, session: Session, state: RunState) -> None:
         self.session = session
         self._state = state
         self._is_due = session.is_distributed
+        self.enters: Callable[[Any], None] | None = None
 
     def batches(self, batches: Iterator[Any], number: int | None, steps: int | None) -> Iterator[Any]:
         """The batches, after a check that all ranks have equally many and the same first one.
@@ -52,11 +54,23 @@ class DataComparison:
         if not self.session.is_distributed:
             return batches
         first = list(islice(batches, 1))
+        if self.enters is not None:
+            self.enters(next(iter(first), None))
+            self.enters = None
+            return chain(first, batches)
         facts: dict[str, Any] = {"batches": number, "steps": steps}
         if first:
             facts |= _facts_of(first[0])
         self._compare(facts)
         return chain(first, batches)
+
+    def meet(self, batch: Any) -> None:
+        """Compares the next batch with that of a process that enters.
+
+        Raises:
+            DataError: on every rank with the same message: they differ.
+        """
+        self._compare(_facts_of(batch))
 
     def batch(self, batch: Any) -> None:
         """Compares a batch.

@@ -6,7 +6,7 @@ import contextlib
 import enum
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -85,7 +85,8 @@ class Callbacks:
     is called at every step. Three more attributes are optional. `every` is a number of steps: after each multiple of it
     the training pauses, and `step` is called before the next step begins; without it a loss is read while the next step
     runs. `evaluating()` is a context in which the model is evaluated. `moving` is a dict with tensors of the weights
-    that this process trains, by the weights' names: they move to another process together with their weights.
+    that this process trains, by the weights' names: they move to another process together with their weights. `common`
+    are names of attributes with JSON data that all ranks have alike, which a process takes that enters the run.
 
     Args:
         all: in the order in which they are called.
@@ -113,6 +114,19 @@ class Callbacks:
     def moving(self) -> list[dict[str, torch.Tensor]]:
         """The tensors of each that move with weights."""
         return [one.moving for one in self._all if hasattr(one, "moving")]
+
+    @property
+    def common(self) -> list[list[Any]]:
+        """What all ranks have alike: the places of callbacks, with names and values of their attributes."""
+        found = []
+        for place, one in enumerate(self._all):
+            found += [[place, name, getattr(one, name)] for name in getattr(one, "common", ())]
+        return found
+
+    def take(self, common: Iterable[Sequence[Any]]) -> None:
+        """Takes what all ranks have alike."""
+        for place, name, value in common:
+            setattr(self._all[place], name, value)
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -163,6 +177,8 @@ class Checkpoints:
         clock: returns seconds.
     """
 
+    common = ("_next", "_saved", "_earlier")
+
     @checked()
     def __init__(
         self,
@@ -183,7 +199,7 @@ class Checkpoints:
         self._next = 1
         self._saved = -1
         self._clock = clock
-        self._earlier: set[str] | None = None
+        self._earlier: list[str] | None = None
 
     @property
     def every(self) -> int:
@@ -228,7 +244,7 @@ class Checkpoints:
         """Notes the checkpoints in the folder that are not of this training, or of those from which it resumed."""
         if self._earlier is None:
             # Every process knows them: another one may be rank 0 later.
-            self._earlier = set(self._of_first(lambda: _others_in(self.folder, step)))
+            self._earlier = self._of_first(lambda: _others_in(self.folder, step))
 
     def _of_first(self, look: Callable[[], Any]) -> Any:
         """The result of rank 0 on all ranks."""
@@ -270,6 +286,8 @@ class EarlyStopping:
         best_step: weight updates before it; 0: there was no evaluation.
         has_ended: whether the patience has ended the training.
     """
+
+    common = ("best_loss", "best_step", "_since")
 
     @checked()
     def __init__(self, pipe: Restorable, patience: Amount = 0, folder: str | Path | None = None) -> None:

@@ -82,7 +82,8 @@ class Logger:
 
         self._waiting.append((step, figures))
         if current().rank != 0:
-            # What rank 0 may not have written yet, if it is lost now.
+            # What rank 0 may not have written yet, if it is lost now. This rank may have been the first.
+            self._write = None
             self._waiting = self._waiting[-_MOST_UNWRITTEN:]
             return
         self.begin(self._waiting[0][0])

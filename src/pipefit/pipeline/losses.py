@@ -22,7 +22,7 @@ from pipefit.runtime.microbatches import Weigh, feed_of, pair_of
 from pipefit.runtime.progress import LOSS
 from pipefit.schedules.forward import forward_only
 
-_MORE = 4
+_MORE = 6
 _END = Shapes(0, "no more batches", 0)
 
 
@@ -33,7 +33,7 @@ class PendingLosses:
         self, engine: Engine, runs: Sequence[Execution], num_microbatches: int, num_steps: int, *extra: float
     ) -> None:
         # The last ones count the ranks that want to stop, so that all of them stop after the same step, and add up
-        # checksums of the batches and their squares.
+        # checksums of the batches and their squares, and likewise the numbers of the newcomers of which ranks know.
         own = extra if engine.mesh.is_first else (0.0,) * len(extra)
         stop = engine.session.stop
         self._shapes = runs[0].feed[num_steps * num_microbatches - 1].batch
@@ -42,6 +42,8 @@ class PendingLosses:
         else:
             mark = 0
         extra = (*own, float(stop.requested), float(stop.wanted), float(mark), float(mark**2))
+        newcomer = engine.session.door.known
+        extra = (*extra, float(newcomer), float(newcomer**2))
         # Every micro-batch's loss is known to one rank, and zero on the others: their sum is exact in any order, so the
         # losses of the steps are bitwise the same for every placement of micro-batches.
         self._names = _names(engine, runs)
@@ -75,11 +77,12 @@ class PendingLosses:
             # After a commit there is nothing to wait for.
             with self._session.at(LOSS):
                 self._work.wait()
-        requested, wanted, marks, squares = self._table[-_MORE:].tolist()
+        requested, wanted, marks, squares, newcomers, of_newcomers = self._table[-_MORE:].tolist()
         if marks**2 != squares * self._num_ranks and self._shapes:
             compare(self._shapes)
         self._session.stop.agreed |= requested > 0
         self._session.stop.ended |= wanted > 0
+        self._session.door.agree(newcomers, of_newcomers, self._num_ranks)
         return self._figures[0].sum(1).tolist()
 
     @property

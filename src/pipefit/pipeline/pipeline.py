@@ -132,15 +132,15 @@ class Pipeline:
         self._position = LoaderPosition(updates.seed)
         self.state = RunState(self._position)
         self.loop = TrainingLoop(self.engine, given.weigh, self._after_updates, self.state)
-        self._comparison = DataComparison(session, self.state)
+        self.comparison = DataComparison(session, self.state)
         self.recovery: Recovery | None = None
         self.follow(agreed, programs, session)
         self.repair = Repair(self)
-        self._rebalancer: Rebalancer | None = None
+        self.rebalancer: Rebalancer | None = None
         if parallelism.rebalance:
-            self._rebalancer = Rebalancer(self, decision)
+            self.rebalancer = Rebalancer(self, decision)
         self._verify_every = parallelism.verify_replicas
-        self._verified = 0
+        self.verified = 0
 
         # JSON data of the caller that is committed with a step on a disk tier, and the data of the step from which this
         # run resumed.
@@ -158,13 +158,13 @@ class Pipeline:
         self.program = programs.shortest()
         self.state.scales = [worker.scale for worker in self.workers if worker.scale is not None]
         self.loop.follow(self.schedule, plan.num_microbatches, programs.of)
-        self._comparison.session = session
+        self.comparison.session = session
         if self.recovery is not None:
             self.recovery.follow(session)
 
     def _after_updates(self) -> None:
         """Compares replicas if that is due, and commits the step, after each pass."""
-        if self._verify_every and self.num_updates - self._verified >= self._verify_every:
+        if self._verify_every and self.num_updates - self.verified >= self._verify_every:
             self.session.unit(self.verify_replicas)
         commit_step(self, self.notes)
         self.repair.prepare()
@@ -177,7 +177,7 @@ class Pipeline:
         """
         if self._verify_every != 0:
             verify_replicas(self.session, self.workers, self.program.header, self.num_updates)
-            self._verified = self.num_updates
+            self.verified = self.num_updates
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class Pipeline:
                 f"{self.schedule.name} is asynchronous: its updates overlap, so there is no single step to run; use "
                 "fit(batches), which drains at its end"
             )
-        self._comparison.batch((x, y))
+        self.comparison.batch((x, y))
         pending = self.loop.start_step(x, y).losses
         loss = pending.wait()[0]
         self.loop.metrics = pending.metrics[0]
@@ -297,15 +297,15 @@ class Pipeline:
         done, is_done, batches, steps, callbacks = asked
         if is_done:
             return done
-        if self._rebalancer is not None:
-            self._rebalancer.begin(steps, callbacks)
-            callbacks = [*callbacks, self._rebalancer]
+        if self.rebalancer is not None:
+            self.rebalancer.begin(steps, callbacks)
+            callbacks = [*callbacks, self.rebalancer]
         number = number_of(batches)
         if not self.schedule.is_synchronous and steps is None:
             steps = self._position.num_left(batches)
             if steps is None:
                 raise DataError(f"{self.schedule.name} needs to know its number of steps: give fit(…, steps=N)")
-        iterator = self._comparison.batches(self._position.batches(batches, steps is not None), number, steps)
+        iterator = self.comparison.batches(self._position.batches(batches, steps is not None), number, steps)
         evaluate = None if held_out is None else partial(self.evaluate, held_out)
         losses = done + self.loop.fit(iterator, steps, callbacks, evaluate, evaluate_every)
         if not losses:

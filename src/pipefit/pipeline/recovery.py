@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +67,7 @@ class Recovery:
     Attributes:
         every: steps between copies in memory; 0: there are none.
         folder: of these copies, and of the log of a training without checkpoints; None: there is none.
+        first: the first `fit` of this process, while it runs.
     """
 
     def __init__(self, pipe: Any) -> None:
@@ -76,6 +77,7 @@ class Recovery:
         self.folder = self._own_folder()
         self.follow(pipe.session)
         self._is_first_fit = True
+        self.first: Fit | None = None
         self._losses: list[float] = []
         self._facts: dict[str, Any] = {}
         self._log: Logger | None = None
@@ -103,6 +105,9 @@ class Recovery:
     def begin(self, asked: Fit) -> Fit:
         """Begins a `fit`; the first one of a run that was started again resumes. Every rank must call it."""
         asked = asked._replace(callbacks=[self, *asked.callbacks])
+        self.first = None
+        if self._is_first_fit:
+            self.first = asked
         self._resume(asked.callbacks)
         batches = asked.batches
         steps = asked.steps
@@ -152,7 +157,11 @@ class Recovery:
             return
         self._is_first_fit = False
         log = logs[0] if logs else self._log
-        if not self._session.start.restart:
+        if self._session.is_outside:
+            self._pipe.repair.growing.enter()
+            assert log is not None
+            self._take_losses(0, _losses_in(log.place))
+        elif not self._session.start.restart:
             if log is not None:
                 log.begin(self._pipe.num_updates + 1)
             if folder is not None:
@@ -169,7 +178,7 @@ class Recovery:
             source = "the beginning"
         if any(worker.spilling and worker.spilling.resumed for worker in self._pipe.workers):
             source = "the records on its disk"
-        known = from_first(self._session, lambda: {str(k): v for k, v in _losses(log).items()})
+        known = from_first(self._session, lambda: _losses_in(log))
         if self._pipe.state.last_step is None:
             most = math.inf
         else:
@@ -187,15 +196,20 @@ class Recovery:
                 except PipefitError as problem:  # an earlier one may be whole
                     _log.warning("skipped a checkpoint: %s", problem)
         now = self._pipe.num_updates
-        self._losses = [known.get(str(step), math.nan) for step in range(before + 1, now + 1)]
-        unknown = sum(map(math.isnan, self._losses))
-        if unknown and self._session.rank == 0:
-            _log.warning("the losses of %d steps are in no log, and are returned as NaN: %s", unknown, log)
+        self._take_losses(before, known)
         ranks = self._pipe.plan.num_processes
         lost = max([0, *(int(step) - now for step in known)])
         self._facts = {"resumed": now, "source": source, "lost": lost, "ranks": ranks}
         if ranks != self._session.start.full:
             self._facts["plan"] = f"planned anew: {_in_words(self._pipe.plan)}"
+
+    def _take_losses(self, before: int, known: Mapping[str, float]) -> None:
+        """Takes the losses of the steps from a number on, as the log has them."""
+        now = self._pipe.num_updates
+        self._losses = [known.get(str(step), math.nan) for step in range(before + 1, now + 1)]
+        unknown = sum(map(math.isnan, self._losses))
+        if unknown and self._session.rank == 0:
+            _log.warning("the losses of %d steps are in no log, and are returned as NaN", unknown)
 
     def repaired(self) -> None:
         """Notes that the training has gone on without a rank, after its next step."""
@@ -264,8 +278,8 @@ def _checkpoints(folder: Path | None) -> list[Path]:
         return [path for path in found if path.stat().st_mtime > began]
 
 
-def _losses(path: Path | None) -> dict[int, float]:
-    """The losses in a log, by step."""
+def _losses_in(path: Path | None) -> dict[str, float]:
+    """The losses in a log, by step, as JSON data."""
     if path is None:
         return {}
-    return {entry["step"]: entry["loss"] for entry in entries_of(path) if isinstance(entry.get("loss"), float)}
+    return {str(entry["step"]): entry["loss"] for entry in entries_of(path) if isinstance(entry.get("loss"), float)}

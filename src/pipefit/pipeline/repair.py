@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipefit.errors import PipefitError, PlanError
+from pipefit.pipeline.growing import Growing, without
 from pipefit.pipeline.programs import Programs
 from pipefit.pipeline.rearrange import rearrange
 from pipefit.pipeline.repairable import why_not
-from pipefit.planner import plan_without
 from pipefit.runtime.repairs import Loss
 from pipefit.runtime.session import current
 from pipefit.spec import Plan
@@ -25,12 +25,16 @@ class Repair:
 
     Args:
         pipe: that is trained.
+
+    Attributes:
+        growing: the growth of the training after repairs.
     """
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = weakref.ref(pipe)
         self._following = pipe.programs
         self._known = 0
+        self.growing = Growing(pipe)
         if pipe.session.repairs is not None:
             self._known = len(pipe.session.repairs.losses)
         self.take_over()
@@ -43,6 +47,7 @@ class Repair:
             return
         session.repairs.check = self.check
         session.repairs.mend = self.mend
+        session.repairs.door.admit = self.growing.admit
         session.repairs.listen(why_not(pipe.plan))
         missed = session.repairs.losses[self._known :]
         if missed:
@@ -102,7 +107,4 @@ def _without(pipe: Any, plan: Plan, lost: Sequence[int]) -> Plan:
         is_kept = pipe.recovery is not None and pipe.recovery.every == 1
         if set(ranks) <= set(lost) and not is_kept:
             raise PlanError(f"no copy of stage {stage} is left")
-    header = pipe.program.header
-    for rank in sorted(lost, reverse=True):
-        plan = plan_without(plan, rank, ties=header.ties, clip=header.clip)
-    return plan
+    return without(pipe, plan, lost)

@@ -224,8 +224,18 @@ class TrainingLoop:
         first = self._state.num_updates
         pending: _Pass | None = None
         while steps is None or self._state.num_updates - first < steps:
-            if self._stop.agreed or self._stop.ended or (batch := next(batches, None)) is None:
+            if self._stop.agreed or self._stop.ended:
                 break
+            newcomer = self._engine.session.door.take()
+            before = self._state.saved() if newcomer else {}
+            batch = next(batches, None)
+            if batch is None:
+                break
+            if newcomer:
+                if pending:
+                    losses += self._read(pending)
+                    pending = None
+                self._engine.session.door.admit(newcomer, before, batch)
             try:
                 started = self.start_step(*pair_of(batch))
             except _RefusedStepError:

@@ -30,7 +30,7 @@ def claimed(folder: str, session: Session) -> Iterator[None]:
     from pipefit.runtime.collectives import agree, attempt
 
     with contextlib.ExitStack() as stack:
-        if folder:
+        if folder and not session.is_outside:
             mark = f"{platform.node()} {os.getpid()} {uuid.uuid4().hex}"
             made = attempt(lambda: _lock(Path(folder), mark, stack) if session.rank == 0 else mark)
             mark = agree(session, made)[0]

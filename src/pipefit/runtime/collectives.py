@@ -23,7 +23,7 @@ def exchange(session: Session, data: Any) -> list[Any]:
     """Returns the JSON data of every process, by number."""
     if not session.is_distributed:
         return [json.loads(json.dumps(data))]
-    if session.is_rehearsal:
+    if session.is_rehearsal or session.is_outside:
         return [json.loads(json.dumps(data))] * session.num_ranks
     with session.progress.waiting():
         return exchange_in_group(data, session.group)
@@ -136,7 +136,7 @@ def from_first(session: Session, function: Callable[[], Any]) -> Any:
     Raises:
         PipefitError: on every process the one that the function raised.
     """
-    if not session.is_distributed:
+    if not session.is_distributed or session.is_outside:
         return function()
     if session.rank == 0:
         outcome = attempt(function)

@@ -2,6 +2,7 @@
 
 {"fault": "rank 1 failed at …", "start": 0, "time": …}                       by the launcher
 {"resumed": 30, "source": "memory", "start": 1, "ranks": 4, "lost": 0, …}    by rank 0, after its next step
+{"entered": 4, "step": 40, "start": 1, …}                                    by a rank, after a process has entered
 {"move": "layer 3 …", "why": …, "step": 50, "start": 1, …}                   by rank 0, after layers have moved
 """
 
@@ -22,6 +23,7 @@ IN_PLACE: Final = "the ranks that are left"
 
 REPAIRED: Final = "repair"
 RESTARTED: Final = "restart"
+GREW: Final = "entry"
 MOVED: Final = "move"
 LOST: Final = "fault"
 
@@ -54,7 +56,7 @@ class Event(NamedTuple):
 
     Attributes:
         step: the last step before it; None: not known.
-        kind: `REPAIRED`, `RESTARTED`, `MOVED`, or `LOST` where nothing is known.
+        kind: `REPAIRED`, `RESTARTED`, `GREW`, `MOVED`, or `LOST` where nothing is known.
         what: it was.
         done: about it, and the cost; "": nothing.
     """
@@ -66,13 +68,16 @@ class Event(NamedTuple):
 
 
 def events_of(lines: Sequence[Mapping[str, Any]]) -> list[Event]:
-    """The faults and moves of a run in words, in the order of their lines; a fault with the recovery from it."""
+    """What happened to a run in words, in the order of the lines; a fault with the recovery from it."""
     whole = [line for line in lines if isinstance(line.get("start"), int)]
     recoveries = {line["start"] - 1: line for line in whole if "resumed" in line}
     found = []
     for line in whole:
         if "move" in line:
             found.append(_moved(line))
+        elif "entered" in line:
+            what = "a process that was started again has entered"
+            found.append(Event(line["step"], GREW, what, f"after step {line['step']} on {line['entered']} ranks"))
         elif "fault" in line:
             found.append(_resumed(str(line["fault"]), recoveries.pop(line["start"], None)))
     elsewhere = [_resumed(_ELSEWHERE, line) for line in recoveries.values()]

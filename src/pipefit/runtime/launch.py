@@ -23,7 +23,7 @@ from typing import Any
 from pipefit.errors import PipefitError
 from pipefit.runtime import repairs
 from pipefit.runtime.faults import forget, note
-from pipefit.runtime.meeting import FULL, MEMORY, RESTART
+from pipefit.runtime.meeting import ENTERS, FULL, MEMORY, RESTART
 from pipefit.runtime.memory_folder import memory_folder
 from pipefit.runtime.outcomes import FINE, GRACE_S, LaunchError, collect, outcome_of, packed
 from pipefit.runtime.signals import ENDING, PASSED_ON, die_with_launcher, handling, leaving
@@ -48,6 +48,7 @@ def launch(
     deadline_s: float | None = None,
     recover: int = 0,
     min_ranks: int | None = None,
+    grow: bool = False,
 ) -> list[Any]:
     """Runs `function(*args)` in `num_ranks` processes that share a process group; returns their results by rank.
 
@@ -71,6 +72,8 @@ def launch(
             it ends the run.
         min_ranks: where a rank fails again as it starts, one rank fewer is started, but no fewer than these; only with
             `recover`. None: always `num_ranks`.
+        grow: in the place of a rank without which the others go on, another process is started; it enters at the end of
+            a step of the first `Pipeline.fit`. Only with `recover`.
 
     Raises:
         LaunchError: a rank raised, or died.
@@ -86,6 +89,8 @@ def launch(
         raise PipefitError(f"min_ranks: expected 1 to {num_ranks}, the number of ranks, got {min_ranks}")
     if min_ranks is not None and not recover:
         raise PipefitError("min_ranks: expected with recover; without it no rank is started again")
+    if grow and not recover:
+        raise PipefitError("grow: expected with recover; without it the run ends when a rank is lost")
     place = folder or Path(tempfile.mkdtemp(prefix="pipefit-"))
     place.mkdir(parents=True, exist_ok=True)
     forget(place)
@@ -106,14 +111,19 @@ def launch(
         while True:
             own = environment | {RESTART: str(faults), "OMP_NUM_THREADS": str(threads or _usual_threads(num_ranks))}
             try:
-                return _once(function, num_ranks, args, own, place, quiet, faults, recover)
+                return _once(function, num_ranks, args, own, place, quiet, faults, recover, grow)
             except LaunchError as problem:
                 faults = max(faults, problem.faults)
                 if not problem.is_noted:
                     note(place, problem.time_s or time.time(), fault=str(problem), start=faults)
-                if faults == recover or (problem.raised and not problem.began):
+                if problem.is_of_entry:
+                    # What was only to make the run faster must not end it.
+                    grow = False
+                    recover += 1
+                elif faults == recover or (problem.raised and not problem.began):
                     raise
-                num_ranks -= bool(faults and not problem.began and num_ranks > fewest)
+                else:
+                    num_ranks -= bool(faults and not problem.began and num_ranks > fewest)
                 faults += 1
                 if problem.why_not:
                     why_not = f"\n  not repaired in place: {problem.why_not}"
@@ -139,6 +149,7 @@ def _once(
     quiet: bool,
     faults: int,
     most_faults: int,
+    grow: bool,
 ) -> list[Any]:
     """Starts all ranks once; returns their results, without those of ranks that were lost."""
     for stale in (place / ENDING, *(path for left in _LEFT for path in place.glob(left))):
@@ -149,18 +160,28 @@ def _once(
     pipes: list[Any] = []
     with _passing_on(processes) as asked:
         context = _server()
+
+        def start(rank: int, hides: bool, more: dict[str, str], asked: list[int]) -> None:
+            ours, theirs = context.Pipe()
+            own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | more
+            log = place / f"rank-{rank}.log"
+            process = context.Process(target=_main, args=(own, log, hides, quiet, theirs, function, args))
+            _start(process, asked)
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+
+        def start_again(rank: int, faults: int) -> int:
+            start(rank, True, {ENTERS: "1", RESTART: str(faults)}, [])
+            return len(processes) - 1
+
         try:
             for rank in range(num_ranks):
-                ours, theirs = context.Pipe()
-                own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                log, hides = place / f"rank-{rank}.log", quiet or rank > 0
-                process = context.Process(target=_main, args=(own, log, hides, quiet, theirs, function, args))
-                _start(process, asked)
-                theirs.close()
-                processes.append(process)
-                pipes.append(ours)
+                start(rank, quiet or rank > 0, {}, asked)
             deadline_s = float(environment.get("PIPEFIT_DEADLINE_S") or 0) or _DEADLINE_S
             survivors = Survivors(processes, pipes, place, faults, most_faults, deadline_s)
+            if grow:
+                survivors.newcomers.start = start_again
             outcomes = collect(processes, pipes, place, asked, survivors)
         finally:
             _end(processes, place)

@@ -33,6 +33,10 @@ FULL = "PIPEFIT_FULL"
 MEMORY = "PIPEFIT_MEMORY"
 """Variables that the launcher sets for its ranks: the numbers of a `Start`, and a folder in the machine's memory."""
 
+ENTERS = "PIPEFIT_ENTERS"
+ENTERED = "PIPEFIT_ENTERED"
+"""Variables of a process that is to enter a run, and of all ranks: the number of processes that have entered."""
+
 SHARED, AGENT = Path("/dev/shm"), f"pipefit-agent-{os.getuid()}-"
 """The machine's memory, and the first part of the names there of folders of torchrun's agents."""
 
@@ -56,9 +60,9 @@ def can_restart() -> bool:
     return MEMORY in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def store_file(folder: Path, restart: int) -> Path:
+def store_file(folder: Path, restart: int, entered: int) -> Path:
     """The file in which ranks of one machine exchange their addresses, in the run's folder."""
-    return folder / f"pipefit-store-{restart}"
+    return folder / f"pipefit-store-{restart}-{entered}"
 
 
 def meet(rank: int, num_ranks: int, folder: Path | None) -> Start:
@@ -85,7 +89,8 @@ def meet(rank: int, num_ranks: int, folder: Path | None) -> Start:
     if folder is not None:
         # Gloo would otherwise look up the host's name, which may resolve to an external address.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store: Any = dist.FileStore(str(store_file(folder, restart)), num_ranks)
+        entered = int(os.environ.get(ENTERED, "0"))
+        store: Any = dist.FileStore(str(store_file(folder, restart, entered)), num_ranks)
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
         return start
     try:

@@ -48,12 +48,14 @@ class LaunchError(PipefitError):
         faults: of the run before it.
         why_not: the reason why the others did not go on without the rank.
         is_noted: whether the folder's notes have it.
+        is_of_entry: whether the ranks met with a process that was started again.
     """
 
     time_s = 0.0
     faults = 0
     why_not = ""
     is_noted = False
+    is_of_entry = False
 
     def __init__(self, message: str, began: bool = True, raised: bool = False) -> None:
         super().__init__(message)
@@ -106,7 +108,7 @@ def collect(
     deadline = math.inf
     first_s = 0.0
     while len(outcomes) < len(survivors.left):
-        pending = {pipes[process]: process for process in survivors.left if process not in outcomes}
+        pending = {pipes[process]: process for process in survivors.present if process not in outcomes}
         timeout = survivors.left_s
         if deadline < math.inf:
             timeout = max(deadline - time.monotonic(), 0)
@@ -123,8 +125,10 @@ def collect(
                 kind, what = "died", processes[process].exitcode
             if kind in WORDS:
                 survivors.hears(process, kind, what)
-            else:
+            elif process in survivors.left:
                 outcomes[process] = kind, what
+            else:
+                survivors.newcomers.failed(process, f"{kind} ({what})", survivors.left)
         if first_s == 0.0 and not asked:
             _lose(outcomes, survivors, place)
         if survivors.lost and outcomes:
@@ -151,7 +155,8 @@ def collect(
         if isinstance(problem, LaunchError):
             problem.time_s = survivors.began_s or first_s
             problem.faults = survivors.faults
-            problem.is_noted = bool(survivors.undone)
+            problem.is_of_entry = survivors.newcomers.is_entering
+            problem.is_noted = bool(survivors.undone) and not problem.is_of_entry
             problem.why_not = "; ".join(survivors.why_not)
         raise problem
     return [outcomes[process] for process in survivors.left]
@@ -187,7 +192,7 @@ def _failure(failures: dict[int, tuple[str, Any]], place: Path, survivors: Survi
             name = signal.Signals(-what).name
         said = f"the process died ({name})"
     last, began = _last_place(rank, place)
-    log = place / f"rank-{process}.log"
+    log = place / f"rank-{survivors.newcomers.home_of(process)}.log"
     return LaunchError(f"rank {rank} failed {last}: {said}\n  its log: {log}", began, kind == "failed")
 
 

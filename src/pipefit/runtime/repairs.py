@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from pipefit.errors import CommunicationError, PipefitError, is_lost_peer
+from pipefit.runtime.joining import DOOR, READY, Door
 from pipefit.runtime.progress import MEETING, Progress
 from pipefit.runtime.sockets import open_sockets, shut_down
 
@@ -35,7 +36,7 @@ HERE = "here"
 CANNOT = "cannot"
 BACK = "back"
 HUNG = "hung"
-WORDS = (CAN, HERE, CANNOT, BACK, HUNG)
+WORDS = (CAN, HERE, CANNOT, BACK, HUNG, READY, DOOR)
 """The words of a rank for its launcher."""
 
 LOST = "lost"
@@ -99,9 +100,11 @@ class Repairs:
     Attributes:
         faults: of the run so far.
         losses: that were repaired.
+        commits: that this rank has passed.
         only_once: the reason why the unit that runs cannot be repeated.
         check: refuses a loss that cannot be repaired, by a PipefitError with the reason.
         mend: goes on without the lost ranks, in new process groups.
+        door: for a process that is started again.
     """
 
     def __init__(self, channel: Connection, faults: int, progress: Progress) -> None:
@@ -111,10 +114,11 @@ class Repairs:
         self.only_once = ""
         self.check: Callable[[Loss], None] = _refuse
         self.mend: Callable[[Loss], None] = _refuse
+        self.door = Door()
         self._channel = channel
         self._speaking = threading.Lock()
         self._before = open_sockets()
-        self._commits = 0
+        self.commits = 0
         self._value: list[float] = []
         self.is_inside = False
         self._is_listening = self._can = False
@@ -177,9 +181,11 @@ class Repairs:
                         self._loss = Loss(*what)
                     elif word == GO:
                         self._answer = Answer(*what)
-                    else:
+                    elif word == END:
                         self._has_ended = True
                     self._changed.notify_all()
+                if word != GO:
+                    self.door.hears(word, what)
                 if word == LOST:
                     self.end_waits()
 
@@ -249,13 +255,13 @@ class Repairs:
         except RuntimeError as problem:
             if not self._is_of_loss(problem):
                 raise
-            before = self._commits
+            before = self.commits
             self._meet(problem)
-            if self._commits == before:
+            if self.commits == before:
                 raise Interrupted from problem
             total.copy_(torch.tensor(self._value, dtype=total.dtype))
             return
-        self._commits += 1
+        self.commits += 1
         self._value = total.tolist()
 
     def _is_of_loss(self, problem: BaseException) -> bool:
@@ -274,7 +280,7 @@ class Repairs:
             self.refuse(str(why))
             raise CommunicationError(f"the run does not go on without the lost ranks: {why}") from None
         except RuntimeError:
-            self._await_word()
+            self.await_word()
             raise
         self._mending = None
         self.say(BACK, loss.number)
@@ -292,7 +298,7 @@ class Repairs:
         Raises:
             BaseException: the problem, where the run is not repaired.
         """
-        self._await_word()
+        self.await_word()
         answer = None
         while answer is None:
             loss = self._loss
@@ -305,14 +311,14 @@ class Repairs:
             except PipefitError as why:
                 self.refuse(str(why))
                 raise problem from None
-            here = {"commits": self._commits, "value": self._value}
+            here = {"commits": self.commits, "value": self._value}
             self.say(HERE, (loss.number, here))
             answer = self._answer_to(loss)
         self.faults = answer.faults
         self._mending = loss
         self._catch_up(answer.states)
 
-    def _await_word(self) -> None:
+    def await_word(self) -> None:
         """Waits for the launcher's word about a rank that this one has lost."""
         with self._changed:
             self._changed.wait_for(lambda: self._loss or self._has_ended, _WORD_S)
@@ -334,10 +340,10 @@ class Repairs:
     def _catch_up(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Passes the commit that another rank has passed."""
         newest = max(states, key=lambda state: state["commits"])
-        missed = newest["commits"] - self._commits
+        missed = newest["commits"] - self.commits
         assert missed <= 1, "no rank passes a commit to which not all have come"
         if missed:
-            self._commits = newest["commits"]
+            self.commits = newest["commits"]
             self._value = newest["value"]
 
 

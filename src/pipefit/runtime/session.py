@@ -25,7 +25,8 @@ from pipefit.ir.program import Program
 from pipefit.runtime import repairs
 from pipefit.runtime.background import Background
 from pipefit.runtime.calls import different_calls, lost_peer
-from pipefit.runtime.meeting import RESTART, TIMEOUT, Start, agent_folder, meet
+from pipefit.runtime.joining import Door, Entry
+from pipefit.runtime.meeting import ENTERED, ENTERS, FULL, RESTART, TIMEOUT, Start, agent_folder, meet
 from pipefit.runtime.progress import (
     CALLS,
     JOINING,
@@ -69,6 +70,7 @@ class Session:
         background: the checkpoint that is being written while the training goes on.
         is_rehearsal: the other ranks are not there, and each is taken to send what this one does; see `rehearsing`.
         repairs: of the run, in place; None: there are none.
+        is_outside: this process was started again, and the others train without it; see `pipefit.runtime.joining`.
     """
 
     rank: int
@@ -88,6 +90,7 @@ class Session:
     background: Background = field(default_factory=Background)
     is_rehearsal: bool = False
     repairs: Repairs | None = None
+    is_outside: bool = False
     _shared: Iterator[int] = field(default_factory=itertools.count)
 
     @property
@@ -116,12 +119,17 @@ class Session:
     def roll_call(self, name: str) -> None:
         """Waits until every rank calls a method, and compares their names; see `pipefit.runtime.calls`.
 
+        A process that the others do not wait for gets no further than to its first `fit`.
+
         Args:
             name: one of `progress.CALLS`.
 
         Raises:
             DisagreementError: on every rank with the same message: two call different methods.
+            PipefitError: the others are not there.
         """
+        if self.is_outside and name not in _OUTSIDE:
+            raise PipefitError(f"it came to {name} before the first fit, without the others")
         if self.repairs is None:
             self._call(name)
         else:
@@ -177,6 +185,13 @@ class Session:
             self.repairs.refuse(why)
 
     @property
+    def door(self) -> Door:
+        """The door of this process; nobody ever stands at it where nothing is repaired."""
+        if self.repairs is None:
+            return _CLOSED
+        return self.repairs.door
+
+    @property
     def num_faults(self) -> int:
         """Faults of the run so far from which it has recovered."""
         if self.repairs is None:
@@ -185,16 +200,26 @@ class Session:
 
     def without(self, loss: Loss) -> Session:
         """The session of the ranks that are left, which this process joins; this one has ended."""
+        assert self.repairs is not None
+        self.repairs.end_waits()
+        return self._renumbered(loss.left.index(self.rank), len(loss.left))
+
+    def with_newcomer(self, entry: Entry) -> Session:
+        """The session of all ranks with a process that enters, which may be this one; the one before has ended."""
+        assert self.repairs is not None
+        self.repairs.faults = entry.faults
+        os.environ[ENTERED] = str(entry.entered)
+        return self._renumbered(entry.rank, entry.num_ranks)
+
+    def _renumbered(self, rank: int, num_ranks: int) -> Session:
+        """The session of other ranks, among which this process has a number."""
         global _session
         assert self.repairs is not None
-        assert self.watchdog is not None
         assert self.folder is not None
-        self.repairs.end_waits()
         self.background.abandon()
-        self.watchdog.stop()
+        if self.watchdog is not None:
+            self.watchdog.stop()
         dist.destroy_process_group()
-        rank = loss.left.index(self.rank)
-        num_ranks = len(loss.left)
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
         own[RESTART] = self.repairs.faults
         os.environ.update({name: str(number) for name, number in own.items()})
@@ -204,7 +229,7 @@ class Session:
         self.progress.follow(progress_file(self.folder, rank))
         answer_with_stack(self.folder, rank)
         joined = _joined(replace(self, rank=rank, num_ranks=num_ranks), self.folder)
-        _session = replace(joined, start=self.start)
+        _session = replace(joined, start=self.start, is_outside=False)
         return _session
 
     def settle(self) -> None:
@@ -248,6 +273,11 @@ class Session:
 _PROCESS = "PIPEFIT_PROCESS"
 """Variable in which a process that joins a run leaves its number and its run, for those that it starts."""
 
+_CLOSED = Door()
+
+_OUTSIDE = ("Pipeline()", "Pipeline.fit()")
+"""Calls of a process without the others."""
+
 _OF_RUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PIPEFIT_RUN")
 
 _session: Session | None = None
@@ -282,11 +312,9 @@ def rehearsing(rank: int, num_ranks: int) -> Iterator[Session]:
     global _session
     if dist.is_initialized() or "WORLD_SIZE" in os.environ:
         raise PipefitError("a rehearsal needs no ranks: start it as one process, without torchrun or pipefit run")
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     before = _session
     hook = sys.excepthook
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    _take_fake_group(rank, num_ranks)
     _session = Session(rank, num_ranks, None, Progress(), is_rehearsal=True)
     try:
         yield _session
@@ -294,6 +322,13 @@ def rehearsing(rank: int, num_ranks: int) -> Iterator[Session]:
         dist.destroy_process_group()
         _session = before
         sys.excepthook = hook  # torch's names this rank in every traceback
+
+
+def _take_fake_group(rank: int, num_ranks: int) -> None:
+    """Makes torch's fake process group, which moves nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
 
 
 def join() -> Session:
@@ -318,6 +353,9 @@ def join() -> Session:
         shared = agent_folder()
     else:
         shared = folder
+    enters = os.environ.pop(ENTERS, "")
+    if enters:
+        shared = None  # the place of its position is still that of another rank
     progress = Progress(_own_file(shared, rank) if shared else None)
     stop = Stop()
     listen(stop, folder, ctrl_c=is_elastic)
@@ -332,6 +370,10 @@ def join() -> Session:
     else:
         own_repairs = None
     give_streams_queues()
+    if enters:
+        start = Start(int(os.environ[RESTART]), int(os.environ[FULL]))
+        _take_fake_group(rank, num_ranks)
+        return Session(rank, num_ranks, folder, progress, stop=stop, start=start, repairs=own_repairs, is_outside=True)
     session = _joined(Session(rank, num_ranks, folder, progress, stop=stop, repairs=own_repairs), shared)
     if shared is not None and folder is None and os.environ.get("LOCAL_RANK") == "0":
         session.after_leaving.append(lambda: None if stop.requested else shutil.rmtree(shared, ignore_errors=True))

@@ -12,6 +12,7 @@ from typing import Any
 
 from pipefit.runtime.faults import note
 from pipefit.runtime.meeting import store_file
+from pipefit.runtime.newcomers import Newcomers
 from pipefit.runtime.repairs import BACK, CAN, CANNOT, END, GO, HERE, HUNG, LOST
 
 _log = logging.getLogger("pipefit.launch")
@@ -29,6 +30,7 @@ class Survivors:
         deadline_s: in which those that are left must come together.
 
     Attributes:
+        newcomers: processes that are started again.
         left: the numbers of the processes that are left, in the order of their ranks.
         lost: the outcomes of those without which the others have yet to go on.
         hung: pages about processes that were ended because they hung.
@@ -39,8 +41,15 @@ class Survivors:
     """
 
     def __init__(
-        self, processes: Sequence[Any], pipes: Sequence[Any], place: Path, faults: int, most: int, deadline_s: float
+        self,
+        processes: Sequence[Any],
+        pipes: Sequence[Any],
+        place: Path,
+        faults: int,
+        most: int,
+        deadline_s: float,
     ) -> None:
+        self.newcomers = Newcomers(len(processes), self._tell)
         self.left = list(range(len(processes)))
         self.lost: dict[int, tuple[str, Any]] = {}
         self.hung: dict[int, str] = {}
@@ -69,6 +78,13 @@ class Survivors:
             return None
         return max(self._until_s - time.monotonic(), 0)
 
+    @property
+    def present(self) -> list[int]:
+        """The numbers of the processes that are left, and of the one that was started again."""
+        if self.newcomers.process < 0:
+            return self.left
+        return [*self.left, self.newcomers.process]
+
     def give_up(self, reason: str) -> None:
         """Ends a repair that is under way, if one is."""
         if self.lost:
@@ -82,20 +98,39 @@ class Survivors:
         """Takes a word of a process."""
         if word == CAN:
             self._can[process] = what
+        elif word == CANNOT and process not in self.left:
+            return
         elif word == CANNOT and self.lost:
             self._fail(f"rank {self.rank_of(process)}: {what}")
         elif word == CANNOT and self._joining and not self._has_ended:
-            self.undone = self._fault
-            self.faults -= 1
-            self._fail(what)
+            self._undo(what)
         elif word == HUNG:
             self._kill(*what)
         elif word == BACK:
             self._joining.discard(process)
+            if not self._joining and not self.lost and not self._has_ended:
+                self.newcomers.look(self.left, self.faults)
         elif word == HERE and what[0] == self._number:
             self._here[process] = what[1]
             if self._here.keys() >= set(self.left):
                 self._go()
+        elif self.newcomers.hears(process, word, what, self.left):
+            self._admit()
+
+    def _admit(self) -> None:
+        """Lets a process that was started again enter: all get new numbers, and meet."""
+        self.left = self.newcomers.admit(self._ranks, self.faults)
+        self._ranks = list(self.left)
+        self._joining = set(self.left)
+
+    def _undo(self, why: str) -> None:
+        """Ends a meeting that has failed: of the ranks that are left, or with a process that was started again."""
+        if self.newcomers.is_entering:
+            self.undone = "a rank was started again, but could not enter"
+        else:
+            self.undone = self._fault
+            self.faults -= 1
+        self._fail(why)
 
     def _kill(self, rank: int, faults: int, said: str) -> None:
         """Kills a process that hangs: then it is lost. Of several reports at a time the first one counts."""
@@ -120,6 +155,7 @@ class Survivors:
             self._fail(reason)
             return False
         self.left = left
+        self.newcomers.interrupt()
         self.lost |= died
         self._said += said
         self._number += 1
@@ -145,14 +181,14 @@ class Survivors:
 
     @property
     def _store(self) -> Path:
-        return store_file(self._place, self.faults)
+        return store_file(self._place, self.faults, self.newcomers.entered)
 
     def _reason(self, left: Sequence[int], ended: AbstractSet[int]) -> str:
         """The reason why the processes that are left do not go on; "": they do."""
-        if self._has_ended or self.faults == self._most:
-            return "the run may not recover once more"
         if self._joining:
             return "a rank was lost while the others met again"
+        if self._has_ended or self.faults == self._most:
+            return "the run may not recover once more"
         if not left or not ended.isdisjoint(left):
             return "another rank has ended"
         for process in left:
