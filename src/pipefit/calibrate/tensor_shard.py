@@ -47,10 +47,12 @@ Ways = tuple[list[Exchange], list[Exchange]]
 
 
 def profile_on_ranks(plan: Plan, profile: Profile, topology: Topology, session: Session, work: Workload) -> Profile:
-    """Returns the profile of one process of a tensor-parallel rank; all ranks make the same call.
+    """Returns the profile of one process of a rank, from that of the whole model; all ranks make the same call.
 
-    It is measured, or computed from the profile of the whole model where layers have no weights yet.
+    Under tensor parallelism it is a shard's: measured, or computed where layers have no weights yet.
     """
+    if plan.tensor == 1:
+        return profile
     if is_meta(work.layers):
         return tensor_shard(profile, plan.tensor, topology)
     return profile_of_shard(work, plan, session, topology)
