@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from pipefit import Checkpoints
+from pipefit.cutting import cut
 from pipefit.ir.op import Op
 from pipefit.pipeline import callbacks
 from pipefit.pipeline import pipeline as module
@@ -102,6 +103,23 @@ def train_over_late_connections(place: str, options: dict[str, Any], faults: lis
 
     repairs.shut_down = late
     return train(place, options, faults)
+
+
+def generate(faults: list[Fault]) -> tuple[list[float], list[list[int]]]:
+    """Losses before and after a generation in which ranks get signals, and its tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # other jobs need not load it
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = torch.randint(0, 64, (8, 12))
+    batch = {"input_ids": ids, "labels": ids}
+    model = cut(LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)), batch)
+    pipe = jobs.pipeline(model=model, loss=None, **COPIES)
+    losses = pipe.fit([batch] * 2)
+    if not current().start.restart:
+        suffer(pipe, [fault for fault in faults if fault.rank == pipe.rank])
+    tokens = pipe.generate(ids[:2, :4], max_new_tokens=6)
+    return losses + pipe.fit([batch] * 2), tokens.tolist()
 
 
 def count_forwards(fault: Fault) -> tuple[list[float], int]:

@@ -8,6 +8,7 @@ from tests.faults.repaired_jobs import (
     COPIES,
     Fault,
     count_forwards,
+    generate,
     go_on_after_an_interruption,
     go_on_as_prepared,
     steps_in,
@@ -76,6 +77,15 @@ def test_connections_that_are_made_as_a_loss_is_reported_are_shut_down_too(whole
     options = {"folder": tmp_path / "logs", "quiet": True, "recover": 1, "deadline_s": 60}
     found = launch(train_over_late_connections, 4, str(tmp_path), COPIES, [Fault(3, "bwd", 2)], **options)
     assert len(found) == 3 and all(is_same(one, expected) for one in found)
+    assert "repair 1 of 1: 3 ranks go on" in caplog.text
+
+
+def test_a_generation_is_repeated_after_a_loss(tmp_path, caplog):
+    expected, tokens = generate([])
+    options = {"folder": tmp_path / "logs", "quiet": True, "recover": 1}
+    found = launch(generate, 4, [Fault(3, "fwd", 4)], **options)
+    assert [one[1] for one in found] == [tokens] * 3
+    assert all(one[0] == pytest.approx(expected, rel=1e-6) for one in found)
     assert "repair 1 of 1: 3 ranks go on" in caplog.text
 
 
