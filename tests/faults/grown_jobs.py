@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from tests.runtime import jobs
 from torch import Tensor
@@ -124,7 +125,7 @@ def _suffer(outside: str, alone: Path | None) -> None:
         alone.touch()
         time.sleep(10_000)
     if outside == "die":
-        Session._renumbered = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
+        pytest.MonkeyPatch().setattr(Session, "_renumbered", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def losses_from(checkpoint: Path, steps: int) -> list[float]:

@@ -22,7 +22,7 @@ from pipefit.pipeline.programs import Programs
 from pipefit.planner import plan_without
 from pipefit.runtime import repairs
 from pipefit.runtime.progress import TOGETHER
-from pipefit.runtime.repairs import Interrupted
+from pipefit.runtime.repairs import InterruptedUnitError
 from pipefit.runtime.session import Session, current
 
 COPIES: dict[str, Any] = {"replicas": 2, "microbatches": 4}
@@ -214,7 +214,7 @@ def go_on_after_an_interruption(what: str, place: str) -> list[bool]:
     owner, name = {"close": (module, "whole_state"), "checkpoint": (callbacks, "from_first")}[what]
     function = getattr(owner, name)
     call = Session._call
-    interruptions = iter([Interrupted()])
+    interruptions = iter([InterruptedUnitError()])
     done = []
     pipe = jobs.pipeline(stages=2)
 

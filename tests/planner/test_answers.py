@@ -154,7 +154,7 @@ def test_figures_are_those_of_the_program(schedule):
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "weights"])
 def test_data_parallelism_sends_a_ring_of_the_weights(shard):
-    """Whatever the copies of one stage share. Those that share gradients or weights once counted as sending nothing."""
+    """At every level that copies share; gradients and weights that were shared once counted as sending nothing."""
     profile = model(3)
     made = Plan(Partition.even(3, 1), Placement(((0, 1, 2, 3),)), "data-parallel", 8, 2, data=4, shard=shard)
     weights = sum(layer.weight_bytes for layer in profile.layers)

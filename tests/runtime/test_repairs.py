@@ -12,7 +12,7 @@ from pipefit.errors import CommunicationError, PipefitError
 from pipefit.runtime import repairs as module
 from pipefit.runtime.faults import noted
 from pipefit.runtime.progress import Progress
-from pipefit.runtime.repairs import CAN, CANNOT, WORDS, Interrupted, Loss, Repairs
+from pipefit.runtime.repairs import CAN, CANNOT, WORDS, InterruptedUnitError, Loss, Repairs
 from pipefit.runtime.session import Session
 from pipefit.runtime.survivors import Survivors
 
@@ -40,7 +40,7 @@ class Ranks:
             self.own[rank].listen()
             try:
                 results[rank] = works[rank]()
-            except (PipefitError, RuntimeError, Interrupted) as problem:
+            except (PipefitError, RuntimeError, InterruptedUnitError) as problem:
                 results[rank] = problem
 
         threads = [threading.Thread(target=act, args=(rank,)) for rank in range(len(works))]

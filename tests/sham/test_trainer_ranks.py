@@ -12,7 +12,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.dist]
 
 
 def test_scripts_over_two_gpus_have_the_histories_of_one_process(tmp_path: Path) -> None:
-    for found in launch(jobs.on_gpus, 2, str(tmp_path), threads=1, quiet=True):
+    first, second = launch(jobs.on_gpus, 2, str(tmp_path), threads=1, quiet=True)
+    assert len(first) == len(second) == 2
+    for found in (first, second):
         for script, logs in found.items():
             alone = jobs.made(script, Trainer, tmp_path / f"{script}-alone")
             alone.train()

@@ -30,6 +30,7 @@ from pipefit.runtime.session import current
 from pipefit.schedules import find
 from pipefit.spec import Plan
 from pipefit.spec.options import AUTO, Request, Updates
+from pipefit.stage.accelerator import is_accelerator
 
 # Before `TrainingArguments` makes a process group of its own. A worker of a loader is no rank, and needs none.
 if "RANK" in os.environ:
@@ -134,7 +135,9 @@ class PipelineTrainer(Trainer):
     # ---- what the Trainer's own loop calls --------------------------------------------------------------------------
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leaves the model where it is: each process moves its own stages."""
+        """Moves a model that the user has put on a GPU to the host, from where each process takes its own stages."""
+        if any(is_accelerator(parameter.device) for parameter in model.parameters()):
+            model.to("cpu")
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return _Model(model, self._outputs)

@@ -337,7 +337,7 @@ class Program(msgspec.Struct, frozen=True, dict=True):
                 yield rank, index, instruction
 
     def once(self, key: object, make: Callable[[], T]) -> T:
-        """What follows from the program, made at its first use and kept with it."""
+        """A result that follows from the program; it is made at its first use and kept with the program."""
         known = self.__dict__.setdefault("_known", {})
         if key not in known:
             known[key] = make()

@@ -117,7 +117,7 @@ class Callbacks:
 
     @property
     def common(self) -> list[list[Any]]:
-        """What all ranks have alike: the places of callbacks, with names and values of their attributes."""
+        """The attributes that all ranks have alike: the place of the callback, the name and the value of each."""
         found = []
         for place, one in enumerate(self._all):
             found += [[place, name, getattr(one, name)] for name in getattr(one, "common", ())]

@@ -29,7 +29,7 @@ from pipefit.runtime.microbatches import Feed
 from pipefit.runtime.outcomes import program_file
 from pipefit.runtime.progress import MEETING, Progress
 from pipefit.runtime.reducing import make_buckets
-from pipefit.runtime.repairs import Interrupted
+from pipefit.runtime.repairs import InterruptedUnitError
 from pipefit.runtime.session import Session
 from pipefit.runtime.transport import Ending
 from pipefit.runtime.worker import Worker
@@ -200,7 +200,7 @@ class Engine:
 
     def _is_lost_by(self, problem: BaseException) -> bool:
         """Returns whether an error leaves only some stages stepped, or gradients of spilled ones on the way."""
-        if not torch.is_grad_enabled() or isinstance(problem, NonFiniteLossError | Interrupted):
+        if not torch.is_grad_enabled() or isinstance(problem, NonFiniteLossError | InterruptedUnitError):
             return False
         if any(worker.spilling for worker in self.workers):
             return True

@@ -68,7 +68,7 @@ class Event(NamedTuple):
 
 
 def events_of(lines: Sequence[Mapping[str, Any]]) -> list[Event]:
-    """What happened to a run in words, in the order of the lines; a fault with the recovery from it."""
+    """The events of a run in words, in the order of the lines; a fault with the recovery from it."""
     whole = [line for line in lines if isinstance(line.get("start"), int)]
     recoveries = {line["start"] - 1: line for line in whole if "resumed" in line}
     found = []

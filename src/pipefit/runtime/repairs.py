@@ -59,7 +59,7 @@ terminal: Sequence[int] = ()
 """Handles of the terminal's standard output and errors, of a rank that writes to its log."""
 
 
-class Interrupted(Exception):  # noqa: N818  # no error: the unit is repeated
+class InterruptedUnitError(Exception):
     """A unit was interrupted by the loss of a rank, and is to be repeated."""
 
 
@@ -225,7 +225,7 @@ class Repairs:
         while True:
             try:
                 result = work()
-            except Interrupted:
+            except InterruptedUnitError:
                 self.go_on()
             except RuntimeError as problem:
                 if not self._is_of_loss(problem):
@@ -245,7 +245,7 @@ class Repairs:
             total: its tensor, one-dimensional.
 
         Raises:
-            Interrupted: ranks are lost, and no rank has the sum.
+            InterruptedUnitError: ranks are lost, and no rank has the sum.
         """
         if self.is_inside:
             wait()
@@ -258,7 +258,7 @@ class Repairs:
             before = self.commits
             self._meet(problem)
             if self.commits == before:
-                raise Interrupted from problem
+                raise InterruptedUnitError from problem
             total.copy_(torch.tensor(self._value, dtype=total.dtype))
             return
         self.commits += 1
@@ -279,8 +279,9 @@ class Repairs:
         except PipefitError as why:
             self.refuse(str(why))
             raise CommunicationError(f"the run does not go on without the lost ranks: {why}") from None
-        except RuntimeError:
-            self.await_word()
+        except RuntimeError as problem:
+            if is_lost_peer(problem):
+                self.await_word()
             raise
         self._mending = None
         self.say(BACK, loss.number)
