@@ -109,7 +109,7 @@ import pipefit as pf
 from pipefit.runtime import session
 
 def tell():  # as the last: what is registered first runs last, and pipe still lives
-    print("left", calls() is None, flush=True)
+    os.write(1, f"left {calls() is None}\\n".encode())  # in one piece: the other rank writes to the same pipe
 
 atexit.register(tell)
 torch.manual_seed(0)
