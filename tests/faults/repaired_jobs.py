@@ -85,7 +85,7 @@ def train(place: str, options: dict[str, Any], faults: list[Fault]) -> Trained:
     figures += pipe.fit(loader, 2)
     figures.append(pipe.evaluate(data[:2]))
     figures += [pipe.step(*batch) for batch in data[:2]]
-    weights = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in pipe.state_dict().items()}
     pipe.report()
     pipe.close()
     return Trained(figures, weights, os.getpid())

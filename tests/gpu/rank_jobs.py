@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.faults.repaired_jobs import Fault, Trained, train
 from tests.gpu import plain, staged_backend
 from tests.parallel import tensor_jobs
 from tests.pipelines import grouped
@@ -36,4 +37,12 @@ def all_trained(tasks: list[tuple[str, dict[str, Any]]]) -> list[Result]:
     assert isinstance(dist.group.WORLD, staged_backend.Staged) or not dist.is_initialized()
     found = [trained(*task) for task in tasks]
     assert torch.cuda.current_device() == 0
+    return found
+
+
+def repaired(place: str, options: dict[str, Any], faults: list[Fault]) -> Trained:
+    """The results of a rank of a training that loses others, whose messages go through Gloo on any machine."""
+    dist.Backend.default_device_backend_map["cuda"] = staged_backend.NAME
+    found = train(place, options, faults)
+    assert type(dist.group.WORLD) is staged_backend.Staged
     return found

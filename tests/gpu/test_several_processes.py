@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+from tests.faults.repaired_jobs import COPIES, Fault, train
+from tests.faults.test_repaired_ranks import is_same
 from tests.gpu import plain
-from tests.gpu.rank_jobs import MODELS, Result, all_trained, trained
+from tests.gpu.rank_jobs import DEVICE, MODELS, Result, all_trained, repaired, trained
 
 from pipefit.runtime.launch import launch
 
@@ -74,3 +76,14 @@ def test_asynchronous_schedules_train_as_their_ranks_in_one_process(name: str) -
     wanted = trained("network", {**DELAYED[name], "num_ranks": 2})
     for (got,) in launch(all_trained, 2, [("network", DELAYED[name])], threads=1, quiet=True):
         plain.assert_close(got, wanted)
+
+
+def test_a_rank_that_dies_is_not_needed_by_the_others(tmp_path, caplog) -> None:
+    place = tmp_path / "whole"
+    place.mkdir()
+    on_gpu = COPIES | {"device": DEVICE}
+    expected = train(str(place), on_gpu, [])
+    options: dict[str, Any] = {"folder": tmp_path / "logs", "quiet": True, "recover": 1}
+    found = launch(repaired, 4, str(tmp_path), on_gpu, [Fault(3, "bwd", 4)], **options)
+    assert len(found) == 3 and all(is_same(one, expected) for one in found)
+    assert "repair 1 of 1: 3 ranks go on" in caplog.text

@@ -162,6 +162,36 @@ def test_an_error_of_other_code_is_no_loss(tmp_path, monkeypatch):
         own.repeated(fails)
 
 
+def test_after_a_loss_any_error_may_come_from_numbers_that_a_gpu_has_not_received(tmp_path, monkeypatch):
+    ranks = Ranks(tmp_path, monkeypatch)
+    own = ranks.own[0]
+    left = [IndexError("target 99 is out of bounds")]
+
+    def step() -> str:
+        while left:
+            own.await_word()
+            raise left.pop()
+        return "again"
+
+    assert ranks.run(lambda: own.repeated(step), lambda: ranks.own[1].repeated(once_broken(""))) == ["again", ""]
+
+
+def test_no_sum_that_is_a_commit_begins_after_a_loss(tmp_path, monkeypatch):
+    """A GPU goes on with numbers that it has not received; the others must not take them for its own."""
+    ranks = Ranks(tmp_path, monkeypatch)
+    own = ranks.own[0]
+    begun: list[int] = []
+
+    def step() -> None:
+        if not own.losses:
+            own.await_word()
+        own.check_none_is_lost()
+        begun.append(len(own.losses))
+
+    ranks.run(lambda: own.repeated(step), lambda: ranks.own[1].repeated(once_broken("")))
+    assert begun == [1]
+
+
 def test_a_hang_without_a_known_cause_is_that_of_a_rank_which_another_one_reports(tmp_path, monkeypatch):
     """A rank that is being ended is in no state of a process that is stopped or has ended."""
     ranks = Ranks(tmp_path, monkeypatch)

@@ -5,7 +5,8 @@
                     received blocks all later ones
     streams         a group has its own stream, which waits for the caller's; `wait` lets the caller's wait for it
     first use       of a pair or a group blocks the host until all have come
-    a dead process  raises nothing: who waits for it waits on
+    a dead process  raises nothing: who waits for it waits on, until the group is aborted
+    abort           ends all kernels without an error; what has not come yet never does, and a new call is an error
 
 A GPU's host would launch on after `wait`. Here its kernels run at once, so the host waits for their numbers too.
 """
@@ -15,7 +16,6 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -39,6 +39,7 @@ class Queued(dist.Work):
     ) -> None:
         super().__init__()
         self.done = threading.Event()
+        self.has_come = False
         self._stream, self._held, self._arriving = stream, held, arriving
         self._end: torch.cuda.Event | None = None
 
@@ -46,7 +47,7 @@ class Queued(dist.Work):
         self.done.wait()
         if self._end is None:
             with _driver.unseen(), torch.cuda.stream(self._stream):
-                for target, host in self._arriving:
+                for target, host in self._arriving if self.has_come else ():
                     target.copy_(host)
                 self._end = self._stream.record_event()
         torch.cuda.current_stream(self._stream.device).wait_event(self._end)
@@ -61,7 +62,8 @@ class Sham(Staged):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(store, rank, size, timeout)
-        self._queue: queue.SimpleQueue[tuple[Queued, Callable[[], Any]]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Queued, Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._aborted = threading.Event()
         self._met: set[tuple[str, int]] = set()
         self._stream: torch.cuda.Stream | None = None
 
@@ -69,13 +71,22 @@ class Sham(Staged):
         return NAME
 
     def _work(self) -> None:
-        while True:
-            queued, run = self._queue.get()
-            try:
-                run()
-            except RuntimeError:  # another process is gone, and nobody says so
-                time.sleep(float(1 << 20))
+        while (task := self._queue.get()) is not None:
+            queued, run = task
+            if not self._aborted.is_set():
+                try:
+                    run()
+                    queued.has_come = True
+                except RuntimeError:  # another process is gone, and nobody says so
+                    self._aborted.wait()
             queued.done.set()
+
+    def abort(self) -> None:
+        self._aborted.set()
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        self._queue.put(None)
 
     def _through_host(
         self, start: Callable[..., Any], taken: Sequence[Any], given: Sequence[Any], met: Any = "all"
@@ -83,6 +94,8 @@ class Sham(Staged):
         tensors = [leaf for value in taken for leaf in _leaves(value)]
         if not any(tensor.is_cuda for tensor in tensors):
             return super()._through_host(start, taken, given)
+        if self._aborted.is_set():
+            raise RuntimeError(f"NCCL communicator was aborted on rank {self.rank()}.")
         device = tensors[0].device
         for tensor in tensors:
             assert tensor.device == device, f"a tensor of {tensor.device} in a message of {device}"

@@ -1,18 +1,22 @@
 """Functions that ranks with a simulated GPU each run; a rank imports them by name."""
 
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.faults.repaired_jobs import Fault, Trained, train
 from tests.gpu import plain
 from tests.gpu.rank_jobs import MODELS, Result
 from tests.pipelines import grouped
+from tests.runtime import jobs
 
 from pipefit import Pipeline
 from pipefit.errors import DataError
 from pipefit.profiling.links import _time_pair
+from pipefit.runtime.session import current
 
 
 def trained(model: str, options: dict[str, Any]) -> Result:
@@ -87,6 +91,17 @@ def resumed(place: str) -> list[float]:
     second = pipeline()
     second.load(place)
     return losses + [second.step(x, y) for x, y in data[3:]]
+
+
+def repaired(place: str, options: dict[str, Any], faults: list[Fault]) -> Trained:
+    """The results of a rank of a training that loses others; it keeps its GPU, also for another pipeline."""
+    own = torch.device("cuda", dist.get_rank() if current().is_distributed else 0)
+    found = train(place, options, faults)
+    assert jobs.pipeline().device == own
+    if current().is_distributed:
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+        assert sys.modules["sham_driver"].waits["pipeline/training_loop.py _commit: synchronize"] >= 5
+    return found
 
 
 def race() -> str:

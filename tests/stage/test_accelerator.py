@@ -1,11 +1,15 @@
 """Kinds of devices that this machine does not have: what they can do, and how it is said that they cannot."""
 
+import os
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from pipefit.errors import PipefitError
+from pipefit.pipeline.repairable import why_not
+from pipefit.runtime import repairs
+from pipefit.spec import Partition, Placement, Plan
 from pipefit.spill.lanes import Lane
 from pipefit.stage import accelerator
 from pipefit.stage.device import process_device, usable_device
@@ -62,6 +66,29 @@ def test_a_device_without_float64_is_refused_for_training(pretend: Pretend, monk
     monkeypatch.setattr(torch, "zeros", zeros)
     with pytest.raises(PipefitError, match=r"--device mps: cannot train: it has no float64, .* \(device cpu\)"):
         process_device("mps")
+
+
+def test_a_process_outlives_others_by_the_settings_of_torch_unless_the_user_has_set_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    monkeypatch.delenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", raising=False)
+    accelerator.outlive_others()
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"  # NoHandling, in torch's sources
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "0"
+
+
+def test_a_loss_is_not_repaired_where_nothing_ends_a_wait_for_others(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan(Partition.even(4, 2), Placement(((0, 2), (1, 3))), "1f1b", 4, data=2)
+    monkeypatch.setattr(repairs, "channel", object())
+    assert not why_not(plan)
+    monkeypatch.setitem(torch.distributed.Backend.default_device_backend_map, "xpu", "its-own")
+    pretend("xpu")
+    assert why_not(plan) == "nothing ends a wait of xpu for others"
 
 
 def test_lanes_on_mps_are_refused_with_a_way_out() -> None:

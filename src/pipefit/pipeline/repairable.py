@@ -5,15 +5,15 @@ from __future__ import annotations
 from pipefit.runtime import repairs
 from pipefit.schedules import find
 from pipefit.spec import Plan
-from pipefit.stage.accelerator import backends
+from pipefit.stage.accelerator import default_kind
 
 
 def why_not(plan: Plan) -> str:
     """The reason why a run by a plan cannot go on without a rank; "": it may be able to."""
     if repairs.channel is None:
         return "nobody would report it"
-    if backends() != "gloo":
-        return "a GPU may still wait for gradients that its host has committed"
+    if default_kind() not in ("cpu", "cuda"):
+        return f"nothing ends a wait of {default_kind()} for others"
     if why := why_fixed(plan):
         return why
     if all(len(ranks) == 1 for ranks in plan.placement.ranks):

@@ -29,6 +29,7 @@ from pipefit.runtime.transport import Ending
 from pipefit.runtime.updating import gradient_norm
 from pipefit.schedules.registry import Schedule
 from pipefit.spec.options import STOP
+from pipefit.stage.accelerator import settle
 from pipefit.stage.device import in_pinned_memory
 from pipefit.timeline import Event, Timeline
 
@@ -280,8 +281,17 @@ class TrainingLoop:
         return _Pass(first, runs, losses, norms, sizes, began)
 
     def _commit(self, run: Execution) -> Ending:
-        """Begins the sum of the losses in the pass, where the ranks commit a step; its times are those of the last."""
-        figures = own_figures(self._engine.session, [run], self._newest_runs)
+        """Begins the sum of the losses in the pass, where the ranks commit a step; its times are those of the last.
+
+        The host of a GPU goes on before it has the gradients of other ranks, so it waits for them here.
+        """
+        settle(self._engine.device)
+        session = self._engine.session
+        assert session.repairs is not None
+        session.repairs.check_none_is_lost()
+        for earlier in self._newest_runs:
+            earlier.read_times()
+        figures = own_figures(session, [run], self._newest_runs)
         self._committed = PendingLosses(self._engine, [run], self._size, 1, *figures)
         return self._committed.commit
 

@@ -25,9 +25,11 @@ import torch
 from torch import Tensor
 
 from pipefit.errors import CommunicationError, PipefitError, is_lost_peer
+from pipefit.runtime.aborting import abort_groups
 from pipefit.runtime.joining import DOOR, READY, Door
 from pipefit.runtime.progress import MEETING, Progress
 from pipefit.runtime.sockets import open_sockets, shut_down
+from pipefit.stage.accelerator import default_kind
 
 T = TypeVar("T")
 
@@ -202,8 +204,22 @@ class Repairs:
             self.refuse("it was making process groups")
 
     def end_waits(self) -> None:
-        """Ends the waits of this process for others, in every thread; its process groups are of no use any more."""
+        """Ends the waits of this process for others, in every thread; its process groups are of no use any more.
+
+        A group that is being made cannot be aborted.
+        """
         shut_down(self._before)
+        if default_kind() != "cpu" and self._progress.position.index != MEETING:
+            abort_groups()
+
+    def check_none_is_lost(self) -> None:
+        """Comes before a sum that is a commit: what a GPU receives after a loss is of no use, and raises no error.
+
+        Raises:
+            CommunicationError: ranks are lost.
+        """
+        if self._loss is not None:
+            raise CommunicationError("another rank is lost")
 
     # ---- units -----------------------------------------------------------------------------------------------------
 
@@ -227,7 +243,7 @@ class Repairs:
                 result = work()
             except InterruptedUnitError:
                 self.go_on()
-            except RuntimeError as problem:
+            except Exception as problem:  # of any kind: it may come from numbers that a GPU has not received
                 if not self._is_of_loss(problem):
                     raise
                 self._meet(problem)

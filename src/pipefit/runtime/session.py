@@ -43,7 +43,8 @@ from pipefit.runtime.repairs import Loss, Repairs
 from pipefit.runtime.signals import Stop, answer_with_stack, die_with_parent, listen
 from pipefit.runtime.waits import state_of
 from pipefit.runtime.watchdog import Watchdog, deadline_from_environment
-from pipefit.stage.accelerator import give_streams_queues
+from pipefit.stage import device
+from pipefit.stage.accelerator import give_streams_queues, outlive_others
 
 T = TypeVar("T")
 
@@ -150,6 +151,8 @@ class Session:
     def _commit(self, total: torch.Tensor) -> None:
         """Sums a tensor in the group of roll calls; see `Repairs.commit`."""
         assert self.calls is not None
+        if self.repairs is not None:
+            self.repairs.check_none_is_lost()
         work = dist.all_reduce(total, group=self.calls(), async_op=True)
         if self.repairs is None:
             work.wait()
@@ -220,6 +223,8 @@ class Session:
         if self.watchdog is not None:
             self.watchdog.stop()
         dist.destroy_process_group()
+        if device.first_local_rank is None:
+            device.first_local_rank = int(os.environ["LOCAL_RANK"])
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
         own[RESTART] = self.repairs.faults
         os.environ.update({name: str(number) for name, number in own.items()})
@@ -366,6 +371,7 @@ def join() -> Session:
     if is_elastic:
         die_with_parent()
     if num_ranks > 1 and repairs.channel is not None:
+        outlive_others()
         own_repairs = Repairs(repairs.channel, int(os.environ[RESTART]), progress)
     else:
         own_repairs = None

@@ -100,6 +100,17 @@ def give_streams_queues() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "16")
 
 
+def outlive_others() -> None:
+    """Lets this process outlive others with which it exchanges messages by NCCL; call it before there is a group.
+
+    Torch's watchdog of NCCL would otherwise end the process when NCCL finds that another one is gone. Before that it
+    would write a report of all ranks, for which the end of its group waits up to a minute.
+    """
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")
+
+
 def settle(device: torch.device) -> None:
     """Waits until a device has done all that it was given; a CPU has done it already."""
     if is_accelerator(device):

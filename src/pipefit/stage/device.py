@@ -16,6 +16,9 @@ from torch.utils import _pytree as pytree
 from pipefit.errors import PipefitError
 from pipefit.stage import accelerator
 
+first_local_rank: int | None = None
+"""The number of this process on its machine at its start, where it has got another one since: its GPU stays."""
+
 
 def process_device(name: Any = None) -> torch.device:
     """The device of this process; a GPU becomes the one that calls without a device use, instead of GPU 0.
@@ -66,7 +69,9 @@ def _own(device: torch.device) -> torch.device:
     """
     if device.type != accelerator.kind() or device != torch.device(device.type):
         return device
-    index = int(os.environ.get("LOCAL_RANK", 0))
+    index = first_local_rank
+    if index is None:
+        index = int(os.environ.get("LOCAL_RANK", 0))
     count = torch.accelerator.device_count()
     if index >= count:
         raise PipefitError(
