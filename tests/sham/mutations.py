@@ -51,6 +51,7 @@ AHEAD, META = ("tests/sham/test_copies.py", "ahead"), (STEPS, "meta")
 CURRENT = "the rank's GPU is the current one of its process"
 COPIES, LEFT_OUT = ("tests/sham/test_copies.py", "pinned"), (STEPS, "left_out")
 NORMS = ("tests/gpu/test_one_process.py", "norm")
+REPAIRED = ("tests/sham/test_repaired_ranks.py", "barrier")
 ON_HOST = "where the host has decided about the step, it knows the factor"
 CLOCKS = "only the comparison of the clocks becomes less exact"
 
@@ -161,7 +162,11 @@ MUTATIONS = [
     Mutation("stage/moments.py", "        mark.reached.synchronize()\n", "", (STEPS, "pipedream")),
     Mutation("stage/moments.py", "            self._start.synchronize()\n", "", PLAIN, CLOCKS),
     Mutation("stage/moments.py", "            accelerator.settle(self._device)\n", "", PLAIN, CLOCKS),
+    # the repair of a run
+    Mutation("pipeline/training_loop.py", "        settle(self._engine.device)\n", "", REPAIRED),
+    Mutation("runtime/repairs.py", "            abort_groups()\n", "            pass\n", REPAIRED),
     # devices
+    Mutation("stage/device.py", "    index = first_local_rank\n", "    index = None\n", REPAIRED),
     Mutation("stage/device.py", 'int(os.environ.get("LOCAL_RANK", 0))', "0", TWO),
     Mutation("stage/device.py", "        accelerator.make_current(device)\n", "        pass\n", TWO),
     Mutation("stage/accelerator.py", "max_memory_allocated(device)", "max_memory_allocated()", TWO, CURRENT),
