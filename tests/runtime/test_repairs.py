@@ -176,6 +176,20 @@ def test_after_a_loss_any_error_may_come_from_numbers_that_a_gpu_has_not_receive
     assert ranks.run(lambda: own.repeated(step), lambda: ranks.own[1].repeated(once_broken(""))) == ["again", ""]
 
 
+def test_an_error_after_the_commit_is_no_part_of_a_loss(tmp_path, monkeypatch):
+    """Others have made the step: a repetition would be one too many."""
+    ranks = Ranks(tmp_path, monkeypatch)
+    own = ranks.own[0]
+
+    def step() -> None:
+        own.commit(lambda: None, torch.zeros(1))
+        own.await_word()
+        raise PipefitError("a gradient is not finite")
+
+    found = ranks.run(lambda: own.repeated(step), lambda: None)
+    assert str(found[0]) == "a gradient is not finite" and own.commits == 1
+
+
 def test_no_sum_that_is_a_commit_begins_after_a_loss(tmp_path, monkeypatch):
     """A GPU goes on with numbers that it has not received; the others must not take them for its own."""
     ranks = Ranks(tmp_path, monkeypatch)

@@ -239,12 +239,13 @@ class Repairs:
             return work()
         self.go_on()
         while True:
+            before = self.commits
             try:
                 result = work()
             except InterruptedUnitError:
                 self.go_on()
             except Exception as problem:  # of any kind: it may come from numbers that a GPU has not received
-                if not self._is_of_loss(problem):
+                if self.commits != before or not self._is_of_loss(problem):
                     raise
                 self._meet(problem)
                 self.go_on()
