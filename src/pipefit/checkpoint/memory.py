@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -32,7 +32,7 @@ from pipefit.errors import PipefitError
 from pipefit.runtime.collectives import broadcast, exchange
 from pipefit.runtime.outliving import processes_here
 from pipefit.runtime.progress import SAVING
-from pipefit.spec.files import decode, encode
+from pipefit.spec.files import JsonObject, decode, encode
 from pipefit.spec.sealed import read_sealed, write_sealed
 from pipefit.stage.record_layout import name_of
 
@@ -229,7 +229,7 @@ def _sent(pipeline: Trained, here: Here, held: Mapping[int, set[str]], lacking: 
             own.update(saved for _, saved, _ in weights_of(worker, stage))
     source = {name: min(first for first, names in held.items() if name in names) for name in lacking}
     mine = {name: here.saved[name] for name in lacking if source[name] == session.rank}
-    forms: dict[str, Any] = {}
+    forms: JsonObject = {}
     for part in exchange(session, {name: [saved.shape, name_of(saved.dtype)] for name, saved in mine.items()}):
         forms |= part
     found = {}

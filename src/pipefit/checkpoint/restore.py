@@ -25,6 +25,7 @@ from pipefit.runtime.collectives import agree, attempt, exchange, from_first
 from pipefit.runtime.progress import SAVING
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
+from pipefit.spec.files import JsonObject
 
 _log = logging.getLogger("pipefit.checkpoint")
 
@@ -42,7 +43,7 @@ class Checkpoint:
 
     path: Path
     step: int
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: JsonObject = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
 
 

@@ -51,10 +51,7 @@ class FlatProgram:
 
 def flat_program(program: Program) -> FlatProgram:
     """The flat form of a program, kept with it."""
-    cached: FlatProgram | None = program.__dict__.get("_flat")
-    if cached is None:
-        cached = program.__dict__["_flat"] = _build(dependency_graph(program))
-    return cached
+    return program.once("flat", lambda: _build(dependency_graph(program)))
 
 
 def _build(graph: Graph) -> FlatProgram:

@@ -27,7 +27,7 @@ import msgspec
 import xxhash
 
 from pipefit.errors import DamageError, PipefitError, TierError
-from pipefit.spec.files import sync_folder
+from pipefit.spec.files import JsonObject, sync_folder
 from pipefit.spec.lock import locked
 from pipefit.spec.sealed import read_sealed, write_sealed
 from pipefit.spill.tiers import WEIGHTS, Key
@@ -85,7 +85,7 @@ class Commit(NamedTuple):
     """
 
     step: int
-    state: dict[str, Any]
+    state: JsonObject
     records: dict[Key, Written]
     tier: str = ""
 
@@ -105,7 +105,7 @@ class Commit(NamedTuple):
 
 
 _Step = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-_Committed = tuple[_Step, dict[str, Any], list[list[Any]], str]
+_Committed = tuple[_Step, JsonObject, list[list[Any]], str]
 
 
 def place_of(tier: str, key: Key, version: int) -> str:
@@ -392,7 +392,7 @@ def read_commits(folder: Path, name: str) -> list[Commit]:
     return whole
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> JsonObject | None:
     try:
         return read_sealed(path, FORMAT, DamageError)
     except FileNotFoundError:
@@ -414,7 +414,7 @@ def _read_commit(path: Path) -> Commit | None:
     return Commit(step, state, records, tier)
 
 
-def read_about(folder: Path, name: str) -> dict[str, Any]:
+def read_about(folder: Path, name: str) -> JsonObject:
     """Facts that identify the records of a tier: model, run and optimizer.
 
     Raises:

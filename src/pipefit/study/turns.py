@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind, Op
@@ -135,8 +135,6 @@ def _in_own_slots(program: Program) -> Program:
     spill = program.header.spill
     assert spill is not None
     count = program.header.num_stages
-    header = msgspec.structs.replace(
-        program.header, spill=msgspec.structs.replace(spill, weights_slots=count, optim_slots=count)
-    )
-    slotted = (msgspec.structs.replace(i, slot=i.stage) if i.slot >= 0 else i for i in program.ranks[0])
+    header = replace(program.header, spill=replace(spill, weights_slots=count, optim_slots=count))
+    slotted = (replace(i, slot=i.stage) if i.slot >= 0 else i for i in program.ranks[0])
     return Program(header, (tuple(slotted),))
