@@ -22,8 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from pipefit.errors import PlanError, look_up
-
 
 @dataclass(frozen=True)
 class Convention:
@@ -45,15 +43,6 @@ CONVENTIONS: dict[str, Convention] = {
     "ring": Convention("ring"),
     "pipedream-code": Convention("pipedream-code", released=True),
 }
-
-
-def convention_named(name: str) -> Convention:
-    """The convention of this name.
-
-    Raises:
-        PlanError: no such convention.
-    """
-    return look_up(name, CONVENTIONS, "unknown cost convention", PlanError)
 
 
 def stage_s(

@@ -13,9 +13,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pipefit.errors import PlanError
+from pipefit.errors import PlanError, look_up
 from pipefit.partition.balance import TIE
-from pipefit.partition.conventions import Convention, convention_named, data_parallel_s
+from pipefit.partition.conventions import CONVENTIONS, Convention, data_parallel_s
 from pipefit.partition.down_sets import find_states
 from pipefit.partition.dynamic_program import Run, base_s, best_time, runs
 from pipefit.partition.stage_costs import HELD, CutProblem, Memory
@@ -130,7 +130,7 @@ def pipedream(
     Raises:
         PlanError: unknown convention or search, or a margin below 0.
     """
-    rule = convention_named(cost)
+    rule = look_up(cost, CONVENTIONS, "unknown cost convention", PlanError)
     searches = _searches(search, rule, topology)
     if margin is not None and margin < 0:
         raise PlanError(f"margin: expected 0 or more, got {margin}")

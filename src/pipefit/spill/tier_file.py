@@ -105,7 +105,15 @@ class Commit(NamedTuple):
 
 
 _Step = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-_Committed = tuple[_Step, JsonObject, list[list[Any]], str]
+
+
+class _Committed(msgspec.Struct):
+    """The document of a commit: a record is a row, its key and then its `Written`."""
+
+    step: _Step
+    state: JsonObject
+    records: list[list[Any]]
+    tier: str
 
 
 def place_of(tier: str, key: Key, version: int) -> str:
@@ -406,12 +414,11 @@ def _read_commit(path: Path) -> Commit | None:
     if data is None:
         return None
     try:
-        values = [data.get(key) for key in ("step", "state", "records", "tier")]
-        step, state, rows, tier = msgspec.convert(values, _Committed)
-        records = {msgspec.convert(row[:3], Key): msgspec.convert(row[3:], Written) for row in rows}
+        found = msgspec.convert(data, _Committed)
+        records = {msgspec.convert(row[:3], Key): msgspec.convert(row[3:], Written) for row in found.records}
     except msgspec.ValidationError as problem:
         raise DamageError(f"{path}: cannot be read: {problem}; resume from a checkpoint") from None
-    return Commit(step, state, records, tier)
+    return Commit(found.step, found.state, records, found.tier)
 
 
 def read_about(folder: Path, name: str) -> JsonObject:
