@@ -29,7 +29,7 @@ from torch import Tensor
 from pipefit.checkpoint.manifest import MANIFEST, Manifest, candidates, step_name
 from pipefit.checkpoint.optim import optimization_of
 from pipefit.checkpoint.sharded import Sharing, whole_states
-from pipefit.checkpoint.state import aliases_of, saved_forms, saved_names, saved_stages, saved_tensors
+from pipefit.checkpoint.state import Tensors, aliases_of, saved_forms, saved_names, saved_stages, saved_tensors
 from pipefit.checkpoint.tensor_files import header, write_tensors
 from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError
@@ -58,7 +58,7 @@ class Part(NamedTuple):
     """
 
     name: str
-    forms: dict[str, Tensor]
+    forms: Tensors
     values: Iterable[Tensor]
     facts: JsonObject
 
@@ -228,7 +228,7 @@ def parts_of(pipeline: Trained, sharing: Sharing, among: Container[int] | None =
     """
     for worker in pipeline.workers:
         stages = saved_stages(pipeline.plan, worker, among)
-        forms: dict[str, Tensor] = {}
+        forms: Tensors = {}
         for stage in stages:
             forms |= saved_forms(worker, stage)
         values = _values(pipeline, worker, stages, sharing)
