@@ -24,7 +24,7 @@ import torch
 from pipefit.checkpoint.commit import Part, facts_of, manifest_of, parts_of, walk, write_parts
 from pipefit.checkpoint.manifest import FORM, Manifest, candidates, step_name, step_of
 from pipefit.checkpoint.optim import parameter_and_key, read_of
-from pipefit.checkpoint.restore import Saved, contents, take
+from pipefit.checkpoint.restore import Contents, Saved, contents, take
 from pipefit.checkpoint.sharded import OPTIM, whole_states
 from pipefit.checkpoint.state import tensors_of, weights_of
 from pipefit.checkpoint.trained import Trained
@@ -135,7 +135,7 @@ class Here(NamedTuple):
     """
 
     manifests: list[Manifest]
-    saved: dict[str, Saved]
+    saved: Contents
 
 
 def recall(pipeline: Trained, folder: Path, least: int, most: float = math.inf) -> int | None:
@@ -220,7 +220,7 @@ def _take(pipeline: Trained, here: Here, held: Mapping[int, set[str]]) -> None:
     take(pipeline, merged, lambda: found)
 
 
-def _sent(pipeline: Trained, here: Here, held: Mapping[int, set[str]], lacking: Sequence[str]) -> dict[str, Saved]:
+def _sent(pipeline: Trained, here: Here, held: Mapping[int, set[str]], lacking: Sequence[str]) -> Contents:
     """The tensors that some machine lacks, sent to all by the first that has them; each rank keeps those it needs."""
     session = pipeline.session
     own = set[str]()

@@ -22,6 +22,9 @@ from typing import Any
 
 import numpy as np
 
+Levels = list[tuple[int, float]]
+"""Width, and bandwidth in bytes per second, of each level from the inside."""
+
 
 @dataclass(frozen=True)
 class Convention:
@@ -73,7 +76,7 @@ def stage_s(
     return (compute_s + reduction) / replicas
 
 
-def data_parallel_s(rule: Convention, total_s: float, trained_bytes: float, levels: list[tuple[int, float]]) -> float:
+def data_parallel_s(rule: Convention, total_s: float, trained_bytes: float, levels: Levels) -> float:
     """Seconds per mini-batch of plain data parallelism over all levels (width, bandwidth), folded from the inside."""
     time_s = total_s
     below = 1

@@ -103,10 +103,10 @@ def _series(entries: Sequence[JsonObject], name: str, words: str, factor: float)
     return found
 
 
-def _fewer(points: list[tuple[int, float]]) -> list[tuple[float | str, float]]:
+def _fewer(points: list[tuple[int, float]]) -> Points:
     """The points, or means of so many consecutive ones that a curve has at most 400."""
     many = -(-len(points) // _MOST_POINTS)
-    found: list[tuple[float | str, float]] = []
+    found = []
     for first in range(0, len(points), many):
         steps, values = zip(*points[first : first + many], strict=True)
         found.append((steps[-1], fmean(values)))

@@ -19,6 +19,9 @@ from pipefit.verify import verify
 _CROSSING = (Kind.ACT, Kind.GRAD, Kind.INPUT)
 """Data that waits on the tier from one turn to a later one; inputs of the model are loaded again."""
 
+_Parts = list[list[Instruction]]
+"""The instructions of each turn."""
+
 
 class Turn(NamedTuple):
     """Consecutive instructions that begin with a shard's fetch and end with its eviction.
@@ -79,7 +82,7 @@ def _is_arrival(i: Instruction) -> bool:
     return i.op is Op.FETCH and i.kind == Kind.WEIGHTS
 
 
-def _split(instructions: Iterable[Instruction]) -> list[list[Instruction]]:
+def _split(instructions: Iterable[Instruction]) -> _Parts:
     """Splits a list before each fetch of a shard's weights; with one slot nothing is on the device then."""
     turns = []
     waiting: list[Instruction] = []
@@ -94,7 +97,7 @@ def _split(instructions: Iterable[Instruction]) -> list[list[Instruction]]:
     return turns
 
 
-def _closed(turns: list[list[Instruction]]) -> list[list[Instruction]]:
+def _closed(turns: _Parts) -> _Parts:
     """Each turn with the eviction of its fetched states, which the pass would leave to a later turn."""
     evictions = [i for turn in turns for i in turn if i.op is Op.EVICT and i.kind == Kind.OPTIM]
     result = []
@@ -106,7 +109,7 @@ def _closed(turns: list[list[Instruction]]) -> list[list[Instruction]]:
     return result
 
 
-def _crossing(program: Program, turns: list[list[Instruction]]) -> list[list[Instruction]]:
+def _crossing(program: Program, turns: _Parts) -> _Parts:
     """Adds the evictions and fetches of the data that crosses a cut."""
     made = []
     needed = []
