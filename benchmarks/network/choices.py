@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from benchmarks.network.spec import Planned
 from pipefit.partition import pipedream
-from pipefit.partition.conventions import convention_named, stage_s
+from pipefit.partition.conventions import CONVENTIONS, stage_s
 from pipefit.schedules import placement_of
 from pipefit.spec import Partition, Placement, Plan, Profile, StageSpec, Topology
 
@@ -98,7 +98,7 @@ def best_of_form(profile: Profile, topology: Topology, replicas: Sequence[int]) 
         topology: of one level.
         replicas: of each stage; at most as many stages as layers.
     """
-    rule, bandwidth = convention_named("ring"), topology.levels[0].bandwidth_bytes_per_s
+    rule, bandwidth = CONVENTIONS["ring"], topology.levels[0].bandwidth_bytes_per_s
     layers = profile.layers
 
     def stage(start: int, end: int, copies: int) -> float:

@@ -21,7 +21,7 @@ from benchmarks.network.traffic import program_bytes
 
 from pipefit.cost import CostModel
 from pipefit.errors import PipefitError
-from pipefit.partition.conventions import convention_named, stage_s
+from pipefit.partition.conventions import CONVENTIONS, stage_s
 from pipefit.schedules import Shape, generate, program_of
 from pipefit.spec import Layer, Level, Profile, Topology
 
@@ -141,7 +141,7 @@ def _network(num: int) -> Topology:
 def test_the_best_cuts_are_those_of_trying_all(replicas: tuple[int, ...]) -> None:
     from itertools import combinations, pairwise
 
-    profile, network, rule = _profile(), _network(4), convention_named("ring")
+    profile, network, rule = _profile(), _network(4), CONVENTIONS["ring"]
 
     def time_s(ends: tuple[int, ...]) -> float:
         found = []

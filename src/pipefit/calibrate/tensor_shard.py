@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from pipefit.cost.tensor import tensor_shard
 from pipefit.parallel import Mesh, Region, release, shard_layers
+from pipefit.parallel.loss import Loss
 from pipefit.parallel.region import Exchange, IsolatedRegion
 from pipefit.pipeline.assembly import mesh_of
 from pipefit.profiling.agreed import agreed_profile
@@ -122,7 +123,7 @@ def _exchanges(
     layers: Sequence[NamedLayer],
     x: Any,
     y: Any,
-    loss: Callable[[Any, Any], Tensor],
+    loss: Loss,
     rehearsal: IsolatedRegion,
     device: Any,
 ) -> tuple[list[Ways], list[Exchange]]:

@@ -20,7 +20,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from torch import Tensor
 from pipefit.checkpoint.manifest import MANIFEST, Manifest, candidates, step_name
 from pipefit.checkpoint.optim import optimization_of
 from pipefit.checkpoint.sharded import Sharing, whole_states
-from pipefit.checkpoint.state import aliases_of, saved_forms, saved_names, saved_stages, saved_tensors
+from pipefit.checkpoint.state import Tensors, aliases_of, saved_forms, saved_names, saved_stages, saved_tensors
 from pipefit.checkpoint.tensor_files import header, write_tensors
 from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError
@@ -38,7 +38,7 @@ from pipefit.runtime.meeting import TIMEOUT
 from pipefit.runtime.progress import MEETING, SAVING
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
-from pipefit.spec.files import encode, sync_folder
+from pipefit.spec.files import JsonObject, encode, sync_folder
 from pipefit.spec.sealed import seal, write_file
 
 _TEMPORARY = ".tmp-"
@@ -58,9 +58,9 @@ class Part(NamedTuple):
     """
 
     name: str
-    forms: dict[str, Tensor]
+    forms: Tensors
     values: Iterable[Tensor]
-    facts: dict[str, Any]
+    facts: JsonObject
 
 
 class _Order(NamedTuple):
@@ -73,7 +73,7 @@ class _Order(NamedTuple):
     """
 
     path: Path
-    facts: dict[str, Any]
+    facts: JsonObject
     keep: int | None
     spared: Container[str]
 
@@ -82,7 +82,7 @@ def save(
     pipeline: Trained,
     directory: str | Path,
     *,
-    extra: dict[str, Any] | None = None,
+    extra: JsonObject | None = None,
     keep: int | None = None,
     spared: Container[str] = (),
     wait: bool = True,
@@ -110,7 +110,7 @@ def save(
     session.settle()
     with session.at(SAVING):
         pipeline.verify_replicas()
-    facts: dict[str, Any] = {}
+    facts: JsonObject = {}
     parts: list[Part] = []
     is_copied = not wait and pipeline.program.header.spill is None
 
@@ -121,7 +121,7 @@ def save(
         facts.update(_facts(pipeline, extra, keep))
         return _free_name(place, pipeline.state.num_updates)
 
-    def tell(outcome: dict[str, Any]) -> None:
+    def tell(outcome: JsonObject) -> None:
         if "error" not in outcome:
             pipeline.loop.callbacks.follow("checkpoint", record, path=path)
 
@@ -149,7 +149,7 @@ def _beside(session: Session) -> Session:
     return replace(session, group=session.background.group, progress=session.background.progress)
 
 
-def _facts(pipeline: Trained, extra: dict[str, Any] | None, keep: int | None) -> dict[str, Any]:
+def _facts(pipeline: Trained, extra: JsonObject | None, keep: int | None) -> JsonObject:
     """The facts of the manifest that no part has, as they are now."""
     if keep is not None and keep < 1:
         raise PipefitError(f"keep: expected at least 1 checkpoint, got {keep}")
@@ -169,7 +169,7 @@ def _free_name(place: Path, step: int) -> str:
     return step_name(step, taken)
 
 
-def _attempted(session: Session, order: _Order, parts: Iterable[Part]) -> dict[str, Any]:
+def _attempted(session: Session, order: _Order, parts: Iterable[Part]) -> JsonObject:
     """Writes a checkpoint, or says why there is none."""
     outcome = attempt(lambda: _written(session, order, parts))
     if "error" in outcome and session.rank == 0:
@@ -177,7 +177,7 @@ def _attempted(session: Session, order: _Order, parts: Iterable[Part]) -> dict[s
     return outcome
 
 
-def _written(session: Session, order: _Order, parts: Iterable[Part]) -> dict[str, Any]:
+def _written(session: Session, order: _Order, parts: Iterable[Part]) -> JsonObject:
     """Writes and commits a checkpoint. Every rank must call it."""
     first = session.rank == 0
     temporary = order.path.parent / from_first(session, lambda: _begin(order))
@@ -228,7 +228,7 @@ def parts_of(pipeline: Trained, sharing: Sharing, among: Container[int] | None =
     """
     for worker in pipeline.workers:
         stages = saved_stages(pipeline.plan, worker, among)
-        forms: dict[str, Tensor] = {}
+        forms: Tensors = {}
         for stage in stages:
             forms |= saved_forms(worker, stage)
         values = _values(pipeline, worker, stages, sharing)
@@ -271,9 +271,9 @@ def _alive(session: Session, value: Tensor) -> Tensor:
     return value
 
 
-def write_parts(session: Session, parts: Iterable[Part], temporary: Path) -> dict[str, Any]:
+def write_parts(session: Session, parts: Iterable[Part], temporary: Path) -> JsonObject:
     """Writes the files of parts into a folder; returns the facts about them for the manifest."""
-    report: dict[str, Any] = {"files": [], "aliases": {}, "optimization": []}
+    report: JsonObject = {"files": [], "aliases": {}, "optimization": []}
     for part in parts:
         path = temporary / part.name
         values = map(partial(_alive, session), part.values)
@@ -291,7 +291,7 @@ def write_parts(session: Session, parts: Iterable[Part], temporary: Path) -> dic
     return report
 
 
-def facts_of(pipeline: Trained, extra: dict[str, Any]) -> dict[str, Any]:
+def facts_of(pipeline: Trained, extra: JsonObject) -> JsonObject:
     """The facts for the manifest of a training, between two steps, that no part has."""
     plan = pipeline.plan
     digest = hashlib.sha256(msgspec.json.encode(encode("plan", plan))).hexdigest()
@@ -306,9 +306,9 @@ def facts_of(pipeline: Trained, extra: dict[str, Any]) -> dict[str, Any]:
     return facts | pipeline.state.saved()
 
 
-def manifest_of(facts: dict[str, Any], reports: Sequence[dict[str, Any]]) -> Manifest:
+def manifest_of(facts: JsonObject, reports: Sequence[JsonObject]) -> Manifest:
     """The manifest with `facts_of` the training and the facts about the files."""
-    whole: dict[str, Any] = {"files": [], "aliases": {}, "optimization": []}
+    whole: JsonObject = {"files": [], "aliases": {}, "optimization": []}
     for report in reports:
         whole["files"] += report["files"]
         whole["aliases"] |= report["aliases"]
@@ -316,7 +316,7 @@ def manifest_of(facts: dict[str, Any], reports: Sequence[dict[str, Any]]) -> Man
     return msgspec.convert(facts | whole, Manifest)
 
 
-def _commit(order: _Order, temporary: Path, reports: list[dict[str, Any]]) -> None:
+def _commit(order: _Order, temporary: Path, reports: list[JsonObject]) -> None:
     """On rank 0: writes the manifest and renames the directory."""
     manifest = seal(encode("checkpoint", manifest_of(order.facts, reports)), indent=1)
     with explaining(order.path.parent):

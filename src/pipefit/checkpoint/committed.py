@@ -20,6 +20,7 @@ from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError, TierError
 from pipefit.runtime.collectives import agree, attempt
 from pipefit.runtime.worker import Worker
+from pipefit.spec.files import JsonObject
 from pipefit.spill.rank import Spilling
 from pipefit.spill.tier_file import Commit
 
@@ -41,13 +42,13 @@ class RankState(msgspec.Struct, frozen=True):
 
     reason: str = ""
     ordinal: int = 0
-    loss_scale: dict[str, Any] | None = None
+    loss_scale: JsonObject | None = None
     optimization: list[Optimization] = []
     known: dict[int, list[int]] = {}
     resident: list[Row] = []
     places: list[Any] = []
-    extra: dict[str, Any] = {}
-    position: dict[str, Any] | None = None
+    extra: JsonObject = {}
+    position: JsonObject | None = None
 
 
 def commit_step(pipeline: Trained, extra: Callable[[], Mapping[str, Any]] | None, now: bool = False) -> None:
@@ -121,7 +122,7 @@ def rank_state(commit: Commit) -> RankState:
         ) from None
 
 
-def resume_records(pipeline: Trained) -> dict[str, Any]:
+def resume_records(pipeline: Trained) -> JsonObject:
     """Restores the ranks of this process from their tiers' records, before the first step.
 
     Returns:
@@ -139,7 +140,7 @@ def resume_records(pipeline: Trained) -> dict[str, Any]:
         raise
 
 
-def _resumed(pipeline: Trained) -> dict[str, Any]:
+def _resumed(pipeline: Trained) -> JsonObject:
     extra = {}
     for worker in pipeline.workers:
         assert worker.spilling is not None and worker.spilling.resumed is not None

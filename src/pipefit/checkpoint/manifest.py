@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from pipefit.errors import PipefitError, check_figures
-from pipefit.spec.files import decode
+from pipefit.spec.files import JsonObject, decode
 from pipefit.spec.sealed import FileEntry, read_sealed
 
 MANIFEST = "manifest.json"
@@ -29,8 +29,8 @@ class Optimization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     optimizer: str
-    groups: list[dict[str, Any]]
-    values: dict[str, dict[str, Any]]
+    groups: list[JsonObject]
+    values: dict[str, JsonObject]
     scheduler: str = ""
     schedule: Any = None
 
@@ -61,9 +61,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: list[FileEntry]
     aliases: dict[str, str]
     optimization: list[Optimization]
-    extra: dict[str, Any]
-    loss_scale: dict[str, Any] | None = None
-    position: dict[str, Any] | None = None
+    extra: JsonObject
+    loss_scale: JsonObject | None = None
+    position: JsonObject | None = None
 
     def __post_init__(self) -> None:
         check_figures(self, PipefitError, step=0, ordinal=0, world=1)

@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -24,7 +24,7 @@ import torch
 from pipefit.checkpoint.commit import Part, facts_of, manifest_of, parts_of, walk, write_parts
 from pipefit.checkpoint.manifest import FORM, Manifest, candidates, step_name, step_of
 from pipefit.checkpoint.optim import parameter_and_key, read_of
-from pipefit.checkpoint.restore import Saved, contents, take
+from pipefit.checkpoint.restore import Contents, Saved, contents, take
 from pipefit.checkpoint.sharded import OPTIM, whole_states
 from pipefit.checkpoint.state import tensors_of, weights_of
 from pipefit.checkpoint.trained import Trained
@@ -32,7 +32,7 @@ from pipefit.errors import PipefitError
 from pipefit.runtime.collectives import broadcast, exchange
 from pipefit.runtime.outliving import processes_here
 from pipefit.runtime.progress import SAVING
-from pipefit.spec.files import decode, encode
+from pipefit.spec.files import JsonObject, decode, encode
 from pipefit.spec.sealed import read_sealed, write_sealed
 from pipefit.stage.record_layout import name_of
 
@@ -135,7 +135,7 @@ class Here(NamedTuple):
     """
 
     manifests: list[Manifest]
-    saved: dict[str, Saved]
+    saved: Contents
 
 
 def recall(pipeline: Trained, folder: Path, least: int, most: float = math.inf) -> int | None:
@@ -220,7 +220,7 @@ def _take(pipeline: Trained, here: Here, held: Mapping[int, set[str]]) -> None:
     take(pipeline, merged, lambda: found)
 
 
-def _sent(pipeline: Trained, here: Here, held: Mapping[int, set[str]], lacking: Sequence[str]) -> dict[str, Saved]:
+def _sent(pipeline: Trained, here: Here, held: Mapping[int, set[str]], lacking: Sequence[str]) -> Contents:
     """The tensors that some machine lacks, sent to all by the first that has them; each rank keeps those it needs."""
     session = pipeline.session
     own = set[str]()
@@ -229,7 +229,7 @@ def _sent(pipeline: Trained, here: Here, held: Mapping[int, set[str]], lacking: 
             own.update(saved for _, saved, _ in weights_of(worker, stage))
     source = {name: min(first for first, names in held.items() if name in names) for name in lacking}
     mine = {name: here.saved[name] for name in lacking if source[name] == session.rank}
-    forms: dict[str, Any] = {}
+    forms: JsonObject = {}
     for part in exchange(session, {name: [saved.shape, name_of(saved.dtype)] for name, saved in mine.items()}):
         forms |= part
     found = {}

@@ -15,6 +15,7 @@ from pipefit.checkpoint.manifest import Optimization
 from pipefit.checkpoint.sharded import OPTIM, put_state
 from pipefit.errors import ModelError, PipefitError
 from pipefit.runtime.worker import Worker
+from pipefit.spec.files import JsonObject
 from pipefit.stage.training import Owned
 
 # Options for the speed of an optimizer: a run keeps its own, so that it may resume on another device.
@@ -100,7 +101,7 @@ def optimization_of(worker: Worker, stages: Iterable[int]) -> list[Optimization]
         optimizer = worker.optimizers[stage]
         scheduler = worker.schedulers.get(stage)
         groups = []
-        values: dict[str, dict[str, Any]] = {}
+        values: dict[str, JsonObject] = {}
         for group, members in zip(optimizer.param_groups, _groups_of(worker, stage), strict=True):
             options = {}
             for key, value in group.items():
@@ -234,7 +235,7 @@ class _Origin(NamedTuple):
 
     name: str
     record: Optimization
-    options: dict[str, Any]
+    options: JsonObject
     group: int
 
 

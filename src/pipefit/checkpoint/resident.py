@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipefit.checkpoint.manifest import Optimization
 from pipefit.checkpoint.optim import by_parameter, optimizer_tensors, read_of, restore_optimizer
-from pipefit.checkpoint.state import weights_of
+from pipefit.checkpoint.state import Tensors, weights_of
 from pipefit.runtime.worker import Worker
 from pipefit.spill.rank import Spilling
 from pipefit.spill.tiers import Key
@@ -72,7 +72,7 @@ def write_resident(spilling: Spilling, tensors: Iterable[tuple[int, str, Tensor]
     return rows
 
 
-def read_resident(spilling: Spilling, rows: Sequence[Row], keep: bool = False) -> dict[int, dict[str, Tensor]]:
+def read_resident(spilling: Spilling, rows: Sequence[Row], keep: bool = False) -> dict[int, Tensors]:
     """The tensors of some records, by stage and name.
 
     Args:
@@ -80,7 +80,7 @@ def read_resident(spilling: Spilling, rows: Sequence[Row], keep: bool = False) -
         rows: of the records, as `write_resident` gave them.
         keep: whether they will be read again without being written again.
     """
-    found: dict[int, dict[str, Tensor]] = {}
+    found: dict[int, Tensors] = {}
     for key, (stage, names) in zip(_keys(rows), rows, strict=True):
         copy, read = spilling.resident.read(key, keep)
         copy.wait()

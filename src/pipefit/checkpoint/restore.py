@@ -25,8 +25,12 @@ from pipefit.runtime.collectives import agree, attempt, exchange, from_first
 from pipefit.runtime.progress import SAVING
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
+from pipefit.spec.files import JsonObject
 
 _log = logging.getLogger("pipefit.checkpoint")
+
+Take = Callable[[], None]
+"""Loads a part of a checkpoint that was compared with the model."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Checkpoint:
 
     path: Path
     step: int
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: JsonObject = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
 
 
@@ -87,7 +91,7 @@ def take(
         ModelError: they are of another model or optimizer; nothing was changed.
     """
     session = pipeline.session
-    takers: list[Callable[[], None]] = []
+    takers: list[Take] = []
 
     def prepare() -> None:
         takers.extend(_prepare(pipeline, found(), manifest, weights_only))
@@ -160,14 +164,18 @@ class Saved(NamedTuple):
     read: Read
 
 
+Contents = dict[str, Saved]
+"""Saved tensors by their names."""
+
+
 def _read(path: Path, name: str) -> Tensor:
     with safe_open(path, framework="pt") as file:
         return file.get_tensor(name)
 
 
-def contents(path: Path, manifest: Manifest) -> dict[str, Saved]:
+def contents(path: Path, manifest: Manifest) -> Contents:
     """All tensors in the files of a checkpoint, by name; only headers are read."""
-    result: dict[str, Saved] = {}
+    result: Contents = {}
     for entry in manifest.files:
         try:
             with safe_open(path / entry.name, framework="pt") as file:
@@ -180,9 +188,7 @@ def contents(path: Path, manifest: Manifest) -> dict[str, Saved]:
     return result
 
 
-def _prepare(
-    pipeline: Trained, saved: Mapping[str, Saved], manifest: Manifest, weights_only: bool
-) -> list[Callable[[], None]]:
+def _prepare(pipeline: Trained, saved: Mapping[str, Saved], manifest: Manifest, weights_only: bool) -> list[Take]:
     """Compares the checkpoint with the model; returns the functions that load it. Until they run nothing is changed."""
     weights = {name: saved[name] for name in saved if not name.startswith(OPTIM)}
     for alias, owner in manifest.aliases.items():
@@ -198,7 +204,7 @@ def _prepare(
             if parameter in weights and entry.shape == weights[parameter].shape:
                 states[name] = _reader(mesh, parameter, entry)
     states_of = by_parameter(states)
-    takers: list[Callable[[], None]] = []
+    takers: list[Take] = []
     for worker in pipeline.workers:
         for stage in worker.stages:
             restore = None
@@ -209,7 +215,7 @@ def _prepare(
 
 
 @torch.no_grad()
-def _take(worker: Worker, stage: int, weights: dict[str, Saved], restore: Callable[[], None] | None) -> None:
+def _take(worker: Worker, stage: int, weights: Contents, restore: Take | None) -> None:
     """Loads the saved tensors of a stage, which is on the device meanwhile."""
     with worker.presence(stage, optim=True, change=True):
         with worker.stores[stage].overwritten():
@@ -224,7 +230,7 @@ def _reader(mesh: Mesh, name: str, saved: Saved) -> Read:
     return lambda: mesh.part(name, saved.read())
 
 
-def _compare(pipeline: Trained, weights: dict[str, Saved], weights_only: bool) -> None:
+def _compare(pipeline: Trained, weights: Contents, weights_only: bool) -> None:
     """Compares names, shapes and types of the whole model, also of tensors on other ranks."""
     wanted = tensors_of(pipeline.layers)
     whole_shape = pipeline.workers[0].mesh.whole_shape

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+from pipefit.spec.files import JsonObject
 from pipefit.stage.precision import LossScale
 
 
@@ -21,10 +22,10 @@ class Position(Protocol):
     def words(self) -> str:
         """The last batch taken, in words; "": there is no loader."""
 
-    def state(self) -> dict[str, Any] | None:
+    def state(self) -> JsonObject | None:
         """Returns the position as JSON data; None: there is none."""
 
-    def resume(self, state: dict[str, Any] | None) -> None:
+    def resume(self, state: JsonObject | None) -> None:
         """Sets the position that `state` returned."""
 
 
@@ -36,11 +37,11 @@ class SavedState(Protocol):
         """Micro-batches seen."""
 
     @property
-    def loss_scale(self) -> dict[str, Any] | None:
+    def loss_scale(self) -> JsonObject | None:
         """The scale of the loss with its history; None: the loss was not scaled."""
 
     @property
-    def position(self) -> dict[str, Any] | None:
+    def position(self) -> JsonObject | None:
         """The position in the training data; None: there was none."""
 
 
@@ -67,7 +68,7 @@ class RunState:
         """The scale of the loss; None: it is not scaled."""
         return next(iter(self.scales), None)
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> JsonObject:
         """Returns the numbers as JSON data, by the names of `SavedState`; the step is saved with its tensors."""
         scale = None
         if self.loss_scale is not None:

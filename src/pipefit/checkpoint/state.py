@@ -15,6 +15,9 @@ from pipefit.runtime.worker import Worker
 from pipefit.spec import Plan
 from pipefit.stage.split import NamedLayer
 
+Tensors = dict[str, Tensor]
+"""Tensors by their names."""
+
 
 def saved_stages(plan: Plan, worker: Worker, among: Container[int] | None = None) -> list[int]:
     """The stages that this rank saves: those of which it is the first replica, of all or among some ranks."""
@@ -26,7 +29,7 @@ def saved_stages(plan: Plan, worker: Worker, among: Container[int] | None = None
     return found
 
 
-def tensors_of(layers: Iterable[NamedLayer]) -> dict[str, Tensor]:
+def tensors_of(layers: Iterable[NamedLayer]) -> Tensors:
     """Weights and buffers of layers under the user's names.
 
     Raises:
@@ -95,9 +98,9 @@ def _named(worker: Worker, stage: int) -> Iterator[tuple[str, str, Tensor]]:
         yield name, weight, value
 
 
-def saved_forms(worker: Worker, stage: int) -> dict[str, Tensor]:
+def saved_forms(worker: Worker, stage: int) -> Tensors:
     """Tensors of the saved shapes and types of a stage, by name, without meaningful values."""
-    forms: dict[str, Tensor] = {}
+    forms: Tensors = {}
     for name, weight, value in _named(worker, stage):
         shape = worker.mesh.whole_shape(weight, value.shape)
         if shape == value.shape:

@@ -6,12 +6,12 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipefit.errors import PipefitError
+from pipefit.spec.files import JsonObject
 from pipefit.spec.sealed import FileEntry, write_file
 from pipefit.stage.record_layout import bytes_of
 
@@ -76,7 +76,7 @@ def header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     Raises:
         PipefitError: a tensor has a type that the format does not support.
     """
-    table: dict[str, Any] = {"__metadata__": dict(metadata)}
+    table: JsonObject = {"__metadata__": dict(metadata)}
     position = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES or tensor.layout is not torch.strided:

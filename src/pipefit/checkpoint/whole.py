@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipefit.checkpoint.commit import explaining, make_folder
 from pipefit.checkpoint.sharded import Sharing
-from pipefit.checkpoint.state import aliases_of, saved_stages, tensors_of, weights_of
+from pipefit.checkpoint.state import Tensors, aliases_of, saved_stages, tensors_of, weights_of
 from pipefit.checkpoint.tensor_files import write_tensors
 from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError
@@ -21,7 +21,7 @@ from pipefit.runtime.progress import SAVING
 from pipefit.spec.files import sync_folder
 
 
-def whole_state(pipeline: Trained, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+def whole_state(pipeline: Trained, names: Iterable[str] | None = None) -> Tensors:
     """Weights and buffers under the user's names, in the model's order, on the CPU. Every rank must call it.
 
     Args:
@@ -67,7 +67,7 @@ def export(pipeline: Trained, path: str | Path) -> Path:
     return path
 
 
-def _forms(pipeline: Trained) -> dict[str, Tensor]:
+def _forms(pipeline: Trained) -> Tensors:
     """The shapes and types of the whole model, by name; every rank knows them."""
     shape = pipeline.workers[0].mesh.whole_shape
     forms = {}

@@ -52,7 +52,7 @@ class Answer:
         output: the file that was written, or a list of them; None or empty: none.
     """
 
-    data: Mapping[str, Any]
+    data: JsonObject
     text: Text
     code: int = FINE
     output: Path | Sequence[Path] | None = None
@@ -100,7 +100,7 @@ def _printable(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
 
-def as_json(data: Mapping[str, Any]) -> str:
+def as_json(data: JsonObject) -> str:
     """One line of strict JSON: infinities and NaN, which JSON does not have, become null."""
     return msgspec.json.format(msgspec.json.encode(data, enc_hook=_plain), indent=0).decode()
 

@@ -51,7 +51,7 @@ class Watcher(Heartbeat, Observer):
 
     def planned(self, plan: Any, profile: Any, bundle: Any, source: Any) -> None:
         """Prints the plan, without the candidates that lost."""
-        import msgspec
+        from msgspec.structs import replace
 
         from pipefit.planner.explain import explain
 
@@ -59,7 +59,7 @@ class Watcher(Heartbeat, Observer):
         self._print(
             f"{bundle.name}: {len(bundle.layers)} layers, {bundle.num_parameters:,} parameters; data: {source.name}"
         )
-        self._print(explain(msgspec.structs.replace(plan, candidates=()), profile))
+        self._print(explain(replace(plan, candidates=()), profile))
 
     def counted(self, flop: Any) -> None:
         """Takes the FLOP from which MFU is computed, and prints their convention."""

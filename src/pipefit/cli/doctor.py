@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,7 +100,7 @@ def _examined(folder: Path) -> Answer:
     """The examination of the GPUs; a line for each part as it ends."""
     from pipefit.testing import gpu_report
 
-    def said(name: str, figures: Mapping[str, Any]) -> None:
+    def said(name: str, figures: JsonObject) -> None:
         print(f"{name}: {gpu_report.result_of(figures)}, {format_seconds(figures['took_s'])}", file=sys.stderr)
 
     report = gpu_report.examine(folder, on_part=said)

@@ -6,7 +6,7 @@ import platform
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median_low
@@ -178,7 +178,7 @@ def verdict(num_bad: int) -> str:
     return "All is well."
 
 
-def _row(facts: Mapping[str, Any], is_first: bool) -> tuple[str, ...]:
+def _row(facts: JsonObject, is_first: bool) -> tuple[str, ...]:
     ranks = str(facts["ranks"][0])
     if len(facts["ranks"]) > 1:
         ranks += f"…{facts['ranks'][-1]}"

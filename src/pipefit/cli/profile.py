@@ -76,42 +76,38 @@ def command(
     if topology is not None and has_configuration(model):
         source = ModelSource(model, tuple(option or ()), sequence, dtype or "bfloat16")
         return _counted(source, load_topology(topology), microbatch_size, output)
-    place = None
-    most = max(microbatch_size)
-    if analytic:
-        place = "meta"
-        most = 1
-    else:
-        usable_device(device or "cpu")
-    bundle = make_model(model, option, seed=seed, device=place)
-    layers = named_layers(bundle.layers)
-    x, y = batch_of(bundle, most, seed)
-    if sequence is not None:
-        cut: Any = bundle.layers
-        x = y = random_batch(cut.model, most, seed, sequence)
     kind = None
     if dtype is not None:
         kind = getattr(torch, dtype)
     if topology is not None:
+        bundle = make_model(model, option, seed=seed, device="meta")
+        layers = named_layers(bundle.layers)
+        x, y = batch_of(bundle, 1, seed)
         machine = load_topology(topology).device
         compute = partial(analytic_profile, layers, x, machine, bundle.loss, y, dtype=kind, model=bundle.name)
         first, *others = [compute(microbatch_size=size) for size in microbatch_size]
-        profile = first.with_others(others)
-    else:
-        makers = {"adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, lr=1e-3), "none": None}
-        profile = profile_sizes(
-            layers,
-            x,
-            bundle.loss,
-            y,
-            microbatch_sizes=microbatch_size,
-            optimizer=makers[optimizer],
-            repeats=repeats,
-            threads=threads,
-            device=device,
-            dtype=kind,
-            model=bundle.name,
-        )
+        return _answer(first.with_others(others), output)
+    usable_device(device or "cpu")
+    bundle = make_model(model, option, seed=seed)
+    most = max(microbatch_size)
+    x, y = batch_of(bundle, most, seed)
+    if sequence is not None:
+        cut: Any = bundle.layers
+        x = y = random_batch(cut.model, most, seed, sequence)
+    makers = {"adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, lr=1e-3), "none": None}
+    profile = profile_sizes(
+        named_layers(bundle.layers),
+        x,
+        bundle.loss,
+        y,
+        microbatch_sizes=microbatch_size,
+        optimizer=makers[optimizer],
+        repeats=repeats,
+        threads=threads,
+        device=device,
+        dtype=kind,
+        model=bundle.name,
+    )
     return _answer(profile, output)
 
 

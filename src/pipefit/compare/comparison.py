@@ -154,7 +154,7 @@ class Comparison:
     def chart(self) -> str:
         """Samples per second over micro-batches, one line per strategy, as SVG."""
         counts = sorted({row.num_microbatches for row in self.rows})
-        lines: dict[str, list[tuple[float | str, float]]] = {}
+        lines: dict[str, list[tuple[float, float]]] = {}
         for row in self.rows:
             # The whole batch at once is a baseline, drawn as a level.
             places = [row.num_microbatches]

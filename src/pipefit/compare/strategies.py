@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipefit.models.examples import Batch
+from pipefit.models.examples import Batch, Loss
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.planner import by_hand
 from pipefit.profiling.tensors import tensors_of
@@ -82,9 +82,7 @@ class OneProcess:
         return 0.0
 
 
-def update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[Any, Any], Tensor], x: Any, y: Any, num: int
-) -> float:
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, x: Any, y: Any, num: int) -> float:
     """Steps by the summed gradients of `num` micro-batches and returns the mean loss of the batch."""
     total = torch.zeros(())
     for index, part in enumerate(feed_of((x, y), num, 0, "train"), 1):

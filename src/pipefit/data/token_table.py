@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -110,8 +111,10 @@ class TokenWriter:
         """
         self._starts.append(self._num_tokens)
         ids = np.array(tokens.ids, np.int32)
-        self._write(self._ids, ids)
-        self._write(self._learned, np.array(tokens.labels, np.int32) != IGNORED)
+        learned = np.array(tokens.labels, np.int32) != IGNORED
+        with _writing():
+            self._ids.write(ids.tobytes())
+            self._learned.write(learned.tobytes())
         self._num_tokens += len(ids)
         self._ends.append(self._num_tokens)
 
@@ -149,31 +152,30 @@ class TokenWriter:
         learned = self._mapped(self._learned, np.bool_)
         return TokenTable(ids, learned, np.array(self._starts, np.int64), np.array(self._ends, np.int64))
 
-    def _write(self, file: IO[bytes], part: np.ndarray) -> None:
-        try:
-            file.write(part.tobytes())
-        except OSError as problem:
-            raise _no_room(problem) from None
-
     def _mapped(self, file: IO[bytes], kind: type[Any]) -> np.ndarray:
-        try:
+        with _writing():
             file.flush()
-        except OSError as problem:
-            raise _no_room(problem) from None
         if self._num_tokens == 0:
             return np.zeros(0, kind)
         return np.memmap(file, kind, "r", shape=(self._num_tokens,))
 
 
 def _new_file() -> IO[bytes]:
-    try:
+    with _writing():
         return tempfile.TemporaryFile(prefix="pipefit-tokens-", buffering=1 << 20)
+
+
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    """The context in which tokens are written.
+
+    Raises:
+        DataError: the folder for temporary files is full.
+    """
+    try:
+        yield
     except OSError as problem:
-        raise _no_room(problem) from None
-
-
-def _no_room(problem: OSError) -> DataError:
-    return DataError(
-        f"data: tokens cannot be written to {tempfile.gettempdir()}: {problem.strerror or problem}; set TMPDIR to a "
-        "folder with more room (5 bytes per token)"
-    )
+        raise DataError(
+            f"data: tokens cannot be written to {tempfile.gettempdir()}: {problem.strerror or problem}; set TMPDIR to "
+            "a folder with more room (5 bytes per token)"
+        ) from None

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from pipefit.cost import CostModel, unit, weighted
 from pipefit.draw.caption import title_of
@@ -217,7 +217,7 @@ def drawing_of(program: Program) -> Drawing:
 
 def _long(shape: Shape) -> Shape:
     needed = -(-_RHYTHM * shape.depth // shape.num_microbatches)
-    return msgspec.structs.replace(shape, num_steps=max(shape.num_steps, needed, _RHYTHM))
+    return replace(shape, num_steps=max(shape.num_steps, needed, _RHYTHM))
 
 
 def _shape_key(timeline: Timeline) -> tuple[object, ...]:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from itertools import groupby
 from textwrap import wrap
+from typing import NamedTuple
 
 from pipefit.draw.axes import label_number, nice_ticks, time_scale
 from pipefit.draw.caption import counts, duration, measures, peak_words, title_of
@@ -19,6 +20,22 @@ from pipefit.units import terminal_width
 _IDLE = "·"
 _LINE = "─"
 Paint = Callable[[Box | None, str], str]
+
+
+class _Columns(NamedTuple):
+    """The columns of the time axis.
+
+    Attributes:
+        per_second: their number for a second.
+        length: their number for the whole timeline.
+        labelled: whether every cell has room for its label.
+        exact: whether every cell has a column.
+    """
+
+    per_second: float
+    length: int
+    labelled: bool
+    exact: bool
 
 
 def grid(timeline: Timeline, width: int | None = None, color: bool | None = None, seconds: bool | None = None) -> str:
@@ -46,63 +63,64 @@ def grid(timeline: Timeline, width: int | None = None, color: bool | None = None
     gutter = max(map(len, names)) + 2
     peaks = [peak_words(scene, rank) for rank in range(scene.num_ranks)]
     right = max(map(len, ["peak", *peaks])) + 2
-    per_second, labelled, exact = _scale(scene, width - gutter - right - 1)
-    length = max(round(scene.facts.makespan_s * per_second), 1)
+    columns = _columns(scene, width - gutter - right - 1)
     head = f"{title_of(scene.facts.schedule)}  {counts(scene)}  ({scene.timeline.source})"
-    above = " " * (gutter + length) + "peak".rjust(right)
+    above = " " * (gutter + columns.length) + "peak".rjust(right)
     lines = [head, "", above]
     for rank, name in enumerate(names):
-        row = _row(scene, rank, per_second, length, labelled, exact, paint)
+        row = _row(scene, rank, columns, paint)
         peak = peaks[rank].rjust(right)
         lines.append(f"{name:<{gutter}}{row}{peak}")
-        lines += _copy_rows(scene, rank, per_second, length, gutter)
+        lines += _copy_rows(scene, rank, columns, gutter)
     lines += [
-        _axis(scene, gutter, per_second, length),
+        _axis(scene, columns, gutter),
         "",
-        _legend(scene, paint, per_second),
+        _legend(scene, columns, paint),
         *wrap(measures(scene), width),
     ]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def _scale(scene: Scene, room: int) -> tuple[float, bool, bool]:
-    """Columns per second, whether every cell has room for its label, and whether every cell has a column.
-
-    The shortest cell gets a whole number of columns where that fits, so that equal cells look equal.
-    """
+def _columns(scene: Scene, room: int) -> _Columns:
+    """The shortest cell gets a whole number of columns where that fits, so that equal cells look equal."""
     makespan = scene.facts.makespan_s or 1.0
     unit = min((box.duration_s for box in scene.cells), default=1.0)
     several = scene.facts.num_chunks > 1
     longest = max((len(_label(box, several)) for box in scene.cells), default=1)
-    for columns in range(longest + 1, 0, -1):
-        if makespan * columns / unit <= room:
-            return columns / unit, columns >= longest, True
-    return max(room, 10) / makespan, False, False
+    per_second = max(room, 10) / makespan
+    each = 0
+    for count in range(longest + 1, 0, -1):
+        if makespan * count / unit <= room:
+            per_second = count / unit
+            each = count
+            break
+    length = max(round(scene.facts.makespan_s * per_second), 1)
+    return _Columns(per_second, length, labelled=each >= longest, exact=each > 0)
 
 
-def _row(scene: Scene, rank: int, per_second: float, length: int, labelled: bool, exact: bool, paint: Paint) -> str:
-    owners = _owners([box for box in scene.of(rank) if box.letter != "S"], per_second, length)
+def _row(scene: Scene, rank: int, columns: _Columns, paint: Paint) -> str:
+    owners = _owners([box for box in scene.of(rank) if box.letter != "S"], columns)
     out = []
-    for _, columns in groupby(owners, key=id):
-        owner, *more = columns
+    for _, shown in groupby(owners, key=id):
+        owner, *more = shown
         run = 1 + len(more)
         text = _IDLE * run
         if owner is not None:
-            text = _text(owner, run, scene, labelled, exact)
+            text = _text(owner, run, scene, columns)
         out.append(paint(owner, text))
     return "".join(out)
 
 
-def _copy_rows(scene: Scene, rank: int, per_second: float, length: int, gutter: int) -> list[str]:
+def _copy_rows(scene: Scene, rank: int, columns: _Columns, gutter: int) -> list[str]:
     """A line for each lane of copies and of steps on the host; one too short for a column is left out."""
     lines = []
     for lane in scene.lanes:
-        row = [_IDLE] * length
+        row = [_IDLE] * columns.length
         for bar in scene.bars:
             if bar.rank != rank or bar.lane != lane:
                 continue
-            start = round(bar.start_s * per_second)
-            end = min(round(bar.end_s * per_second), length)
+            start = round(bar.start_s * columns.per_second)
+            end = min(round(bar.end_s * columns.per_second), columns.length)
             room = end - start
             label = bar.short
             if len(label) > room:
@@ -113,20 +131,20 @@ def _copy_rows(scene: Scene, rank: int, per_second: float, length: int, gutter: 
     return lines
 
 
-def _owners(boxes: list[Box], per_second: float, length: int) -> list[Box | None]:
+def _owners(boxes: list[Box], columns: _Columns) -> list[Box | None]:
     """The box that each column shows; None where the rank is idle.
 
     A column that several kinds share shows the one that has had the smallest part of its share so far. So over many
     columns each kind, and idle time, gets columns in proportion to its time.
     """
-    filled: list[dict[str, float]] = [defaultdict(float) for _ in range(length)]
-    shown: list[dict[str, tuple[float, Box]]] = [{} for _ in range(length)]
+    filled: list[dict[str, float]] = [defaultdict(float) for _ in range(columns.length)]
+    shown: list[dict[str, tuple[float, Box]]] = [{} for _ in filled]
     for box in boxes:
-        start = box.start_s * per_second
-        end = box.end_s * per_second
+        start = box.start_s * columns.per_second
+        end = box.end_s * columns.per_second
         first = int(start + 1e-9)
         last = int(end - 1e-9)
-        for column in range(first, min(last + 1, length)):
+        for column in range(first, min(last + 1, columns.length)):
             covered = min(end, column + 1) - max(start, column)
             filled[column][box.letter] += covered
             most, _ = shown[column].get(box.letter, (0.0, box))
@@ -153,12 +171,12 @@ def _label(box: Box, several: bool) -> str:
     return f"{box.letter}{box.mb}"
 
 
-def _text(box: Box, room: int, scene: Scene, labelled: bool, exact: bool) -> str:
+def _text(box: Box, room: int, scene: Scene, columns: _Columns) -> str:
     """A cell: its label, then a line up to its end, so that long cells show where they begin."""
-    if labelled:
+    if columns.labelled:
         return _filled(_label(box, scene.facts.num_chunks > 1), room)
     rest = box.letter
-    if exact:
+    if columns.exact:
         rest = _LINE
     return box.letter + rest * (room - 1)
 
@@ -187,12 +205,12 @@ def _painted(box: Box | None, text: str) -> str:
     return f"\x1b[48;5;{back}m\x1b[38;5;{front}m{shown}\x1b[0m"
 
 
-def _axis(scene: Scene, gutter: int, per_second: float, length: int) -> str:
+def _axis(scene: Scene, columns: _Columns, gutter: int) -> str:
     factor, unit = time_scale(scene.facts.makespan_s, scene.unit)
-    row = [" "] * (gutter + length + 12)
+    row = [" "] * (gutter + columns.length + 12)
     end = 0
-    for tick in nice_ticks(scene.facts.makespan_s * factor, max(length // 14, 2)):
-        at = gutter + round(tick / factor * per_second)
+    for tick in nice_ticks(scene.facts.makespan_s * factor, max(columns.length // 14, 2)):
+        at = gutter + round(tick / factor * columns.per_second)
         label = label_number(tick)
         if at >= end:
             end = at + len(label)
@@ -201,7 +219,7 @@ def _axis(scene: Scene, gutter: int, per_second: float, length: int) -> str:
     return f"{''.join(row).rstrip()} {unit}".rstrip()
 
 
-def _legend(scene: Scene, paint: Paint, per_second: float) -> str:
+def _legend(scene: Scene, columns: _Columns, paint: Paint) -> str:
     parts = []
     for letter in scene.letters:
         if letter != "S":
@@ -209,7 +227,7 @@ def _legend(scene: Scene, paint: Paint, per_second: float) -> str:
             parts.append(f"{paint(sample._replace(mb=-1), f' {letter} ')}{FAMILIES[letter].name}")
     parts += [f"{letter} {name}" for letter, name in COPIED.items() if letter in scene.copied]
     parts.append(f"{_IDLE} idle")
-    parts.append(f"column: {duration(1 / per_second, scene.unit)}")
+    parts.append(f"column: {duration(1 / columns.per_second, scene.unit)}")
     if paint is _plain:
         parts = [part.strip() for part in parts]
     return "  ".join(parts)

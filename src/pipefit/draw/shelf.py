@@ -12,6 +12,7 @@ from functools import cache
 from importlib.resources import files
 
 import msgspec
+from msgspec.structs import replace
 
 FILE = "shelf.jsonl.gz"
 STAGES = (2, 4, 8)
@@ -39,7 +40,7 @@ def shelf() -> tuple[Stored, ...]:
     """The precomputed drawings."""
     lines = gzip.decompress(files("pipefit.draw").joinpath(FILE).read_bytes()).decode().splitlines()
     decoder = msgspec.json.Decoder(Stored)
-    return tuple(msgspec.structs.replace(decoder.decode(line), text=line) for line in lines)
+    return tuple(replace(decoder.decode(line), text=line) for line in lines)
 
 
 def on_shelf(num_ranks: int, num_microbatches: int, num_chunks: int) -> bool:

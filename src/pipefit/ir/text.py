@@ -41,7 +41,7 @@ def parse(text: str, where: str = "program") -> Program:
     Raises:
         ProgramError: with `where`, the line number, the expected text and the actual one.
     """
-    fields: dict[str, Any] = {"ties": ()}
+    fields: _Fields = {"ties": ()}
     named: set[str] = set()
     ranks: list[list[Instruction]] = []
     this: list[Instruction] = []
@@ -147,7 +147,9 @@ def _cut_off(word: str, words: list[str]) -> tuple[list[str], Indices]:
 
 
 _REQUIRED = ("schedule", "microbatches", "steps", "weights", "placement", "updates")
-_Line = tuple[Callable[[Header], list[str]], Callable[[list[str]], dict[str, Any]]]
+_Fields = dict[str, Any]
+"""Some fields of a header, by their names."""
+_Line = tuple[Callable[[Header], list[str]], Callable[[list[str]], _Fields]]
 """A line of a header: how it is written (a tie has several, some have none) and read."""
 
 
@@ -172,7 +174,7 @@ def _placement_words(header: Header) -> list[str]:
     return [" ".join("+".join(map(str, ranks)) for ranks in header.placement)]
 
 
-def _read_placement(words: list[str]) -> dict[str, Any]:
+def _read_placement(words: list[str]) -> _Fields:
     return {"placement": tuple(_numbers(ranks.split("+")) for ranks in words)}
 
 
@@ -184,7 +186,7 @@ def _tensor_words(header: Header) -> list[str]:
     return [str(header.tensor)]
 
 
-def _read_tensor(words: list[str]) -> dict[str, Any]:
+def _read_tensor(words: list[str]) -> _Fields:
     return {"tensor": _whole(words[0]), "pieces": words[1:] == ["pieces"]}
 
 
@@ -202,9 +204,9 @@ def _sharded_words(header: Header) -> list[str]:
     return [f"{header.shard} {header.shard_slots}"]
 
 
-def _read_sharded(words: list[str]) -> dict[str, Any]:
+def _read_sharded(words: list[str]) -> _Fields:
     # Files of older versions have the word alone.
-    found: dict[str, Any] = {"shard": "optimizer"}
+    found: _Fields = {"shard": "optimizer"}
     if words:
         found["shard"] = words[0]
     if len(words) > 1:

@@ -17,6 +17,8 @@ from pipefit.errors import ModelError, PipefitError, nearest
 
 Factory = Callable[..., Any]
 """Makes a model from its options."""
+Options = Mapping[str, Any]
+"""Options of a model by their names, as values or as words."""
 
 # A script without a main guard may leave through sys.exit while it is imported; Ctrl-C must still pass.
 _RAISED = (Exception, SystemExit)
@@ -84,7 +86,7 @@ def _import_file(file: str, path: str) -> ModuleType:
     return module
 
 
-def call_factory(factory: Factory, options: Mapping[str, Any], model: str) -> Any:
+def call_factory(factory: Factory, options: Options, model: str) -> Any:
     """Calls the factory; pipefit's errors pass, any other becomes a `ModelError` with its message and place."""
     try:
         return factory(**options)

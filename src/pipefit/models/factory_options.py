@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from pipefit.errors import ModelError, nearest
-from pipefit.models.factory import Factory
+from pipefit.models.factory import Factory, Options
 from pipefit.spec.files import said
 
 _PLAIN = {int, float, bool, str, types.NoneType}
@@ -47,7 +47,7 @@ def parse_text(text: str, model: str) -> dict[str, str]:
     return options
 
 
-def check_options(factory: Factory, options: Mapping[str, object], model: str) -> dict[str, Any]:
+def check_options(factory: Factory, options: Options, model: str) -> dict[str, Any]:
     """Options with words read by the type each one has in the signature.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from pipefit.cutting import Cut, cut
 from pipefit.cutting.own import random_batch, without_adapters
 from pipefit.errors import ModelError, look_up, nearest
 from pipefit.models.examples import Example
+from pipefit.models.factory import Options
 from pipefit.models.factory_options import literal, parse_text
 from pipefit.models.hub_folder import FolderWeights, weight_files
 from pipefit.runtime.malloc import trim
@@ -41,7 +42,7 @@ def is_folder(name: str) -> bool:
     return Path(name).is_dir()
 
 
-def hub_parts(name: str, options: Mapping[str, object], lora: str = "") -> tuple[Cut, Example]:
+def hub_parts(name: str, options: Options, lora: str = "") -> tuple[Cut, Example]:
     """A model of transformers in training mode, cut into layers, and random batches of its kind.
 
     Args:
@@ -95,7 +96,7 @@ def pretrained(folder: str | Path, *, lora: str = "") -> Cut:
     return found
 
 
-def without_weights(name: str, options: Mapping[str, object], *, dtype: str = "bfloat16", lora: str = "") -> Any:
+def without_weights(name: str, options: Options, *, dtype: str = "bfloat16", lora: str = "") -> Any:
     """A model of transformers on the meta device, from its configuration alone: it has shapes, and takes no memory.
 
     Args:
@@ -210,7 +211,7 @@ def _examples(model: nn.Module) -> Example:
     return example
 
 
-def _of_class(name: str, options: Mapping[str, object]) -> nn.Module:
+def _of_class(name: str, options: Options) -> nn.Module:
     found = _class_named(name)
     given = _fields(name, found.config_class(), options)
     with _building(name, found):
@@ -232,7 +233,7 @@ def _class_named(name: str) -> Any:
     return found
 
 
-def _fields(name: str, usual: Any, options: Mapping[str, object]) -> dict[str, object]:
+def _fields(name: str, usual: Any, options: Options) -> dict[str, object]:
     """Options as fields of a configuration, words as the values that they mean.
 
     Raises:

@@ -16,7 +16,7 @@ from pipefit.models import examples
 from pipefit.models.blocks import chain
 from pipefit.models.convolution import convnet
 from pipefit.models.examples import Batch, Example, Loss, mean_cross_entropy, mean_cube
-from pipefit.models.factory import Factory, call_factory, find_factory
+from pipefit.models.factory import Factory, Options, call_factory, find_factory
 from pipefit.models.factory_options import check_options, parse_text, signature_of
 from pipefit.models.gpt import gpt
 from pipefit.models.hub import hub_parts, is_folder, is_hub
@@ -58,7 +58,7 @@ class ModelBundle:
     loss: Loss
     example: Example
     data: str | None
-    options: Mapping[str, Any]
+    options: Options
     num_parameters: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ def build(name_or_path: str, **options: object) -> ModelBundle:
     return ModelBundle(name_or_path, made, mean_cross_entropy, example, entry.data, complete)
 
 
-def hub_bundle(name: str, options: Mapping[str, object], lora: str = "") -> ModelBundle:
+def hub_bundle(name: str, options: Options, lora: str = "") -> ModelBundle:
     """A model of transformers; see `hub_parts`."""
     layers, example = hub_parts(name, options, lora)
     kind = type(without_adapters(layers.shell.model)).__name__
@@ -140,7 +140,7 @@ def parse_options(text: str, name_or_path: str) -> dict[str, Any]:
     return check_options(_factory(name_or_path), parse_text(text, name_or_path), name_or_path)
 
 
-def _users(path: str, made: object, given: Mapping[str, Any]) -> ModelBundle:
+def _users(path: str, made: object, given: Options) -> ModelBundle:
     """The bundle of the result of a user's factory."""
     parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= 3:

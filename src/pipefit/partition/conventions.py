@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from pipefit.errors import PlanError, look_up
+Levels = list[tuple[int, float]]
+"""Width, and bandwidth in bytes per second, of each level from the inside."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,6 @@ CONVENTIONS: dict[str, Convention] = {
     "ring": Convention("ring"),
     "pipedream-code": Convention("pipedream-code", released=True),
 }
-
-
-def convention_named(name: str) -> Convention:
-    """The convention of this name.
-
-    Raises:
-        PlanError: no such convention.
-    """
-    return look_up(name, CONVENTIONS, "unknown cost convention", PlanError)
 
 
 def stage_s(
@@ -84,7 +76,7 @@ def stage_s(
     return (compute_s + reduction) / replicas
 
 
-def data_parallel_s(rule: Convention, total_s: float, trained_bytes: float, levels: list[tuple[int, float]]) -> float:
+def data_parallel_s(rule: Convention, total_s: float, trained_bytes: float, levels: Levels) -> float:
     """Seconds per mini-batch of plain data parallelism over all levels (width, bandwidth), folded from the inside."""
     time_s = total_s
     below = 1

@@ -13,9 +13,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pipefit.errors import PlanError
+from pipefit.errors import PlanError, look_up
 from pipefit.partition.balance import TIE
-from pipefit.partition.conventions import Convention, convention_named, data_parallel_s
+from pipefit.partition.conventions import CONVENTIONS, Convention, Levels, data_parallel_s
 from pipefit.partition.down_sets import find_states
 from pipefit.partition.dynamic_program import Run, base_s, best_time, runs
 from pipefit.partition.stage_costs import HELD, CutProblem, Memory
@@ -39,7 +39,11 @@ class LevelStage:
 
     layers: tuple[int, ...]
     replicas: int
-    stages: tuple[LevelStage, ...] = ()
+    stages: LevelStages = ()
+
+
+LevelStages = tuple[LevelStage, ...]
+"""The stages of one component of a level."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class PipeDreamResult:
     time_s: float
     search_s: float
     partition: Partition | None = None
-    levels: tuple[LevelStage, ...] = ()
+    levels: LevelStages = ()
     in_flight: tuple[int, ...] = ()
     memory_bytes: tuple[float, ...] = ()
     flat_s: float | None = None
@@ -130,7 +134,7 @@ def pipedream(
     Raises:
         PlanError: unknown convention or search, or a margin below 0.
     """
-    rule = convention_named(cost)
+    rule = look_up(cost, CONVENTIONS, "unknown cost convention", PlanError)
     searches = _searches(search, rule, topology)
     if margin is not None and margin < 0:
         raise PlanError(f"margin: expected 0 or more, got {margin}")
@@ -195,7 +199,7 @@ def _searches(search: str | None, rule: Convention, topology: Topology) -> list[
     return ["flat", "hierarchical"]
 
 
-def _affordable(levels: list[tuple[int, float]], searches: list[str]) -> int:
+def _affordable(levels: Levels, searches: list[str]) -> int:
     """The number of states for a few seconds of search, which grows on inner levels as states³ · width²."""
     inner = [width for width, _ in levels[:-1]]
     widest = max(inner, default=1)
@@ -213,12 +217,10 @@ def _total(profile: Profile, field: str) -> float:
     return float(sum(getattr(layer, field) for layer in profile.layers))
 
 
-def _divide(
-    problem: CutProblem, level: int, beyond: int, start: int, end: int, time_s: float
-) -> tuple[LevelStage, ...]:
+def _divide(problem: CutProblem, level: int, beyond: int, start: int, end: int, time_s: float) -> LevelStages:
     """The stages of a level from one state to another, each with its stages of the level below."""
 
-    def inside(run: Run) -> tuple[LevelStage, ...]:
+    def inside(run: Run) -> LevelStages:
         if level == 1:
             return ()
         base = base_s(problem, level - 1, run.beyond)
@@ -232,7 +234,7 @@ def _divide(
     return tuple(found)
 
 
-def _flatten(stages: tuple[LevelStage, ...], copies: int = 1) -> list[StageSpec]:
+def _flatten(stages: LevelStages, copies: int = 1) -> list[StageSpec]:
     """Stages of devices: replicas multiplied over the levels. Layers without cost go to a level's first stage."""
     result = []
     for stage in stages:
@@ -243,9 +245,7 @@ def _flatten(stages: tuple[LevelStage, ...], copies: int = 1) -> list[StageSpec]
     return result
 
 
-def _with_stages(
-    result: PipeDreamResult, problem: CutProblem, levels: tuple[LevelStage, ...], why: str
-) -> PipeDreamResult:
+def _with_stages(result: PipeDreamResult, problem: CutProblem, levels: LevelStages, why: str) -> PipeDreamResult:
     stages = _flatten(levels)
     in_flight = []
     needed = []
@@ -267,7 +267,7 @@ def _with_stages(
 def _data_parallel(result: PipeDreamResult, problem: CutProblem, margin: float) -> PipeDreamResult:
     """Plain data parallelism, where the search is faster by at most the margin."""
     every = tuple(range(len(problem.states.profile)))
-    levels: tuple[LevelStage, ...] = ()
+    levels: LevelStages = ()
     for width, _ in problem.levels:
         levels = (LevelStage(every, width, levels),)
     why = "plain data parallelism is fastest"

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.partition.balance import Array
-from pipefit.partition.conventions import Convention, stage_s
+from pipefit.partition.conventions import Convention, Levels, stage_s
 from pipefit.partition.down_sets import States
 
 HELD = ("wgrad_bytes", "frozen_bytes", "saved_bytes")
@@ -56,7 +56,7 @@ class CutProblem:
     """States, levels (width, bytes per second; from the inside) and rules of one search."""
 
     states: States
-    levels: list[tuple[int, float]]
+    levels: Levels
     rule: Convention
     memory: Memory = Memory()
     straight: bool = False

@@ -31,6 +31,8 @@ from pipefit.passes.versions import step_of, steps_at_once
 _USES = COMPUTE_OPS | {Op.STEP}
 _ON_GRADIENTS = WEIGHT_GRADIENT_OPS | {Op.STEP, Op.REDUCE}
 _AHEAD = 4
+_Starts = list[tuple[int, int]]
+"""The first visit of each stay, and the index before which it is fetched."""
 
 
 def with_spilling(program: Program, prefetch: int | None = None) -> Program:
@@ -197,7 +199,7 @@ def _with_copies(header: Header, rank: int, listed: list[Instruction], prefetch:
             stay.left = listed[stay.last].version + 1
         moved.append((Kind.OPTIM, states))
     placed = []
-    ahead: list[tuple[int, int]] = []
+    ahead: _Starts = []
     for kind, found in moved:
         starts = _starts(listed, found, prefetch, ahead)
         ahead = [(stay.first, start) for stay, start in zip(found, starts, strict=True)]
@@ -212,7 +214,7 @@ def _with_copies(header: Header, rank: int, listed: list[Instruction], prefetch:
 
 
 def _moved(
-    spill: Spill, kind: Kind, listed: list[Instruction], found: list[Stay], came: list[tuple[int, int]], at_need: bool
+    spill: Spill, kind: Kind, listed: list[Instruction], found: list[Stay], came: _Starts, at_need: bool
 ) -> list[_Placed]:
     """The instructions that move values of one kind to and from the slots.
 
@@ -264,9 +266,7 @@ def _parked(spill: Spill, listed: list[Instruction], found: list[Stay], prefetch
     return placed
 
 
-def _starts(
-    listed: list[Instruction], found: list[Stay], prefetch: int | None, ahead: list[tuple[int, int]]
-) -> list[int]:
+def _starts(listed: list[Instruction], found: list[Stay], prefetch: int | None, ahead: _Starts) -> list[int]:
     """The index before which each stay is fetched: no earlier than its slot is free, and in the order of need.
 
     Args:

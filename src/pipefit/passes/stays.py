@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from pipefit.errors import ScheduleError
-from pipefit.ir.instruction import StageAt
+from pipefit.ir.instruction import Indices, StageAt
 
 _NEVER = 1 << 60
 
-Visit = tuple[int, tuple[int, ...]]
+Visit = tuple[int, Indices]
 """The index of an instruction, and the stages that it uses."""
 
 

@@ -33,7 +33,7 @@ from pipefit.profiling.tensors import (
     parameters_of,
     tensors_of,
 )
-from pipefit.spec.counted import Kernel, LayerCount
+from pipefit.spec.counted import Kernel, Kernels, LayerCount
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
 from pipefit.stage.device import random_state_kept
@@ -276,7 +276,7 @@ def count_layer(
 
 def gradients_of(
     counter: KernelCount, outputs: Iterable[Tensor], inputs: list[Tensor], weights: Sequence[Tensor]
-) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
+) -> tuple[Kernels, Kernels]:
     """The kernels of the gradients of inputs, and those that the gradients of weights need in addition.
 
     These are added to the gradients of the micro-batches before: two are read, and their sum is written.
@@ -291,7 +291,7 @@ def gradients_of(
     return of_inputs, tuple(more.elements())
 
 
-def _backward(counter: KernelCount, roots: list[Tensor], inputs: list[Tensor]) -> tuple[Kernel, ...]:
+def _backward(counter: KernelCount, roots: list[Tensor], inputs: list[Tensor]) -> Kernels:
     if not roots or not inputs:
         return ()
     seeds = [torch.empty_like(root) for root in roots]

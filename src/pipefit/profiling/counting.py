@@ -21,7 +21,7 @@ from pipefit.cost.kernels import ROWS
 from pipefit.parallel.region import Exchange
 from pipefit.profiling.survey import storage_key
 from pipefit.profiling.tensors import num_bytes, tensors_of
-from pipefit.spec.counted import Kernel
+from pipefit.spec.counted import Kernel, Kernels
 
 _ATEN = torch.ops.aten
 
@@ -43,7 +43,7 @@ class KernelCount(TorchDispatchMode):
         self.kernels: list[Kernel] = []
         self.in_8_bits: set[int] = set()
 
-    def take(self) -> tuple[Kernel, ...]:
+    def take(self) -> Kernels:
         """The kernels since the last call, the exchanges at the end."""
         found = self.kernels
         for one in self._exchanges:

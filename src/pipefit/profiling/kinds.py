@@ -53,6 +53,9 @@ for a layer that saves more than so many bytes this cache does not matter."""
 _SMALL_BYTES = 64 << 20
 """Size of a layer that is run regardless of the memory limit."""
 
+_Seconds = tuple[float, float, float]
+"""Those of a forward, of a backward, and of a step on the layer's weights."""
+
 
 class _Found(NamedTuple):
     """Measurements of one layer.
@@ -64,7 +67,7 @@ class _Found(NamedTuple):
             and the allocator's rounding.
     """
 
-    seconds: tuple[float, float, float] | None
+    seconds: _Seconds | None
     noted_bytes: float
 
 
@@ -176,9 +179,7 @@ def _numbers_like(tensor: Tensor, device: torch.device) -> Tensor:
     return made
 
 
-def _seconds(
-    run: _Forward, optimizer: MakeOptimizer, room_bytes: float, state_per_weight: float
-) -> tuple[float, float, float]:
+def _seconds(run: _Forward, optimizer: MakeOptimizer, room_bytes: float, state_per_weight: float) -> _Seconds:
     clock = Clock(run.device)
     weights = graded(run.layer.module.parameters())
     for parameter in weights:
@@ -242,7 +243,7 @@ def _repeated(measure: Callable[[], T]) -> list[T]:
 
 def _corrected(profile: Profile, found: Sequence[_Found | None]) -> Profile:
     layers = []
-    timed: list[tuple[float, float, float] | None] = []
+    timed: list[_Seconds | None] = []
     totals = []
     steps = []
     for layer, one in zip(profile.layers, found, strict=True):
@@ -262,7 +263,7 @@ def _corrected(profile: Profile, found: Sequence[_Found | None]) -> Profile:
     ratio = _ratio(totals)
     per_byte = _ratio(steps, none=0.0)
 
-    def corrected(layer: Layer, seconds: tuple[float, float, float] | None) -> Layer:
+    def corrected(layer: Layer, seconds: _Seconds | None) -> Layer:
         forward_s, backward_s, step_s = seconds or (layer.forward_s * ratio, layer.backward_s * ratio, 0.0)
         inputs = 0.0
         if layer.backward_s:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipefit.errors import PlanError
+from pipefit.parallel.loss import Loss
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import MakeOptimizer
 
@@ -32,7 +33,7 @@ class Workload:
     """
 
     layers: Sequence[NamedLayer]
-    loss: Callable[[Any, Any], Tensor]
+    loss: Loss
     optimizer: MakeOptimizer
     device: torch.device
     example: tuple[Any, Any] | None = None

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from pipefit.draw.chart import chart
 from pipefit.planner.machines import load_topology
 from pipefit.planner.measured_runs import Expected, FittedMachine, MeasuredRun, fit_machine, fits, predict, read_runs
+from pipefit.spec.files import JsonObject
 from pipefit.units import columns
 
 RUNS = Path(__file__).parent / "published-runs.csv"
@@ -103,7 +103,7 @@ class Published:
             rows.append([each.collection, each.constants, str(each.runs), bias, middle, ninth, tau, regret, memory])
         return "\n".join(columns(rows))
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """For JSON."""
         runs = [
             {"collection": collection, "constants": constants, "error": each.error, **asdict(each.run)}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import PipefitError, look_up
 from pipefit.planner.plan_options import PlanOptions
-from pipefit.reproduce.record_parts import without
+from pipefit.reproduce.record_parts import Record, without
 
 if TYPE_CHECKING:
     from pipefit.planner.sweeps import Question
@@ -161,12 +161,12 @@ _CALLS: Mapping[str, type[Step]] = MappingProxyType({"draw": Draw, "plan": Plann
 """The calls of records by their keys, which give the places; all other keys are options."""
 
 
-def is_call(record: Mapping[str, Any]) -> bool:
+def is_call(record: Record) -> bool:
     """Returns whether a record has a call of its own."""
     return "call" in record or any(key in record for key in _CALLS)
 
 
-def step_of(record: Mapping[str, Any], calls: Mapping[str, Any]) -> Step:
+def step_of(record: Record, calls: Record) -> Step:
     """The call that a record describes: { draw = ["gpipe", 4, 8], recompute = true } or { call = "its template", … }.
 
     Args:
@@ -198,7 +198,7 @@ def places_of(template: Any) -> set[str]:
     return set(_PLACE.findall(template))
 
 
-def filled(template: Any, values: Mapping[str, Any]) -> Any:
+def filled(template: Any, values: Record) -> Any:
     """A template with values in those places for which there are some; a text of one place becomes the value itself.
 
     >>> filled({"plan": ["gpt:layers={k}", "pcie-4"], "depths": ["{k}"]}, {"k": 2})

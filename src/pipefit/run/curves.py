@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from pipefit.draw import chart
@@ -80,19 +82,32 @@ def curves(entries: Sequence[JsonObject], baseline: Sequence[Any] | None, events
 
 def _series(entries: Sequence[JsonObject], name: str, words: str, factor: float) -> dict[str, Points]:
     """The finite values of a figure by step; a list has a series for each of its places that differs from the first."""
-    rows = [(entry["step"], entry[name]) for entry in entries if entry.get(name) is not None]
-    rows = [(step, value if isinstance(value, list) else [value]) for step, value in rows]
+    places: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for entry in entries:
+        values = entry.get(name)
+        if values is None:
+            continue
+        if not isinstance(values, list):
+            values = [values]
+        for place, value in enumerate(values):
+            if math.isfinite(value):
+                places[place].append((entry["step"], value / factor))
     found: dict[str, Points] = {}
-    for place in range(max((len(values) for _, values in rows), default=0)):
-        points = [(step, values[place] / factor) for step, values in rows if place < len(values)]
-        points = _fewer([(step, value) for step, value in points if math.isfinite(value)])
-        if points and points not in found.values():
-            found[f"{words} {place}" if place or name == "memory_bytes" else words] = points
+    for place, points in sorted(places.items()):
+        series = _fewer(points)
+        label = words
+        if place or name == "memory_bytes":
+            label = f"{words} {place}"
+        if series not in found.values():
+            found[label] = series
     return found
 
 
-def _fewer(points: list[tuple[int, float]]) -> list[tuple[float | str, float]]:
+def _fewer(points: list[tuple[int, float]]) -> Points:
     """The points, or means of so many consecutive ones that a curve has at most 400."""
     many = -(-len(points) // _MOST_POINTS)
-    groups = [points[at : at + many] for at in range(0, len(points), many or 1)]
-    return [(group[-1][0], math.fsum(value for _, value in group) / len(group)) for group in groups]
+    found = []
+    for first in range(0, len(points), many):
+        steps, values = zip(*points[first : first + many], strict=True)
+        found.append((steps[-1], fmean(values)))
+    return found

@@ -18,7 +18,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,7 +57,7 @@ class KeptMeasurements:
         made_at: seconds since 1970 at which the used figures were kept; 0: none were there.
     """
 
-    def __init__(self, facts: Mapping[str, Any], session: Session, path: Path | None, again: bool = False) -> None:
+    def __init__(self, facts: JsonObject, session: Session, path: Path | None, again: bool = False) -> None:
         self.path = path
         self._facts = facts
         self._session = session
@@ -143,7 +143,7 @@ def facts_of_measurement(work: Workload, optimizer: str, sizes: list[int], sessi
     }
 
 
-def file_of(facts: Mapping[str, Any]) -> Path | None:
+def file_of(facts: JsonObject) -> Path | None:
     """The file of some facts in the folder for caches that the user names, else in a private one of temporary files.
 
     None: the private folder is another user's, or cannot be made.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from pipefit.calibrate.overhead import runtime_costs
 from pipefit.calibrate.tensor_shard import profile_on_ranks
@@ -139,7 +139,7 @@ def _cost(config: RunConfig, work: Workload, made: Decision, book: KeptMeasureme
     assert profile is not None and topology is not None
     if (config.request.spill or plan.spill) is not None and not topology.tiers:
         tier = machine_tier(config.spill, work, session, topology.tier_shares(plan.placement.num_ranks))
-        topology = msgspec.structs.replace(topology, tiers=(tier,))
+        topology = replace(topology, tiers=(tier,))
     if plan.tensor > 1:
         shard = f"shard of {plan.tensor}, {plan.num_microbatches} micro-batches, {plan.sequence_parallel}"
         profile = book.take(shard, Profile, partial(profile_on_ranks, plan, profile, topology, session, work))

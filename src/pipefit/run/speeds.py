@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pipefit.errors import PipefitError
 from pipefit.spec.files import JsonObject, read_json
@@ -30,7 +29,7 @@ class Speeds(NamedTuple):
     method: str
 
 
-def speeds_of(folder: Path, config: Mapping[str, Any]) -> Speeds | None:
+def speeds_of(folder: Path, config: JsonObject) -> Speeds | None:
     """The speeds in a folder; None: they were not measured, or without a single process, or for another training.
 
     Args:

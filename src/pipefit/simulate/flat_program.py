@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from pipefit.ir.graph import Graph, dependency_graph
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Indices, Instruction
 from pipefit.ir.op import MESSAGE_OPS, WORK_OPS
 from pipefit.ir.program import Program
 
@@ -42,7 +42,7 @@ class FlatProgram:
 
     graph: Graph
     codes: list[int]
-    waits: list[tuple[int, ...]]
+    waits: list[Indices]
     users: dict[int, list[int]]
     costs: list[int]
     kinds: list[tuple[Instruction, int]]
@@ -51,10 +51,7 @@ class FlatProgram:
 
 def flat_program(program: Program) -> FlatProgram:
     """The flat form of a program, kept with it."""
-    cached: FlatProgram | None = program.__dict__.get("_flat")
-    if cached is None:
-        cached = program.__dict__["_flat"] = _build(dependency_graph(program))
-    return cached
+    return program.once("flat", lambda: _build(dependency_graph(program)))
 
 
 def _build(graph: Graph) -> FlatProgram:

@@ -54,6 +54,10 @@ class Kernel(msgspec.Struct, frozen=True, array_like=True):
         return self.sizes[0]
 
 
+Kernels = tuple[Kernel, ...]
+"""The kernels of some operations."""
+
+
 class LayerCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One layer for one micro-batch.
 
@@ -66,10 +70,10 @@ class LayerCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     figures: dict[str, float]
-    forward: tuple[Kernel, ...]
-    backward_input: tuple[Kernel, ...] = ()
-    backward_weight: tuple[Kernel, ...] = ()
-    cores: tuple[Kernel, ...] = ()
+    forward: Kernels
+    backward_input: Kernels = ()
+    backward_weight: Kernels = ()
+    cores: Kernels = ()
 
     def joined(self, after: LayerCount) -> LayerCount:
         """This layer with code that follows it: its output is that of the latter."""
@@ -93,7 +97,7 @@ class LayerCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         def mixed(one: float, two: float) -> float:
             return max(one + share * (two - one), 0.0)
 
-        def kernels(ones: Iterable[Kernel], twos: Iterable[Kernel]) -> tuple[Kernel, ...]:
+        def kernels(ones: Iterable[Kernel], twos: Iterable[Kernel]) -> Kernels:
             found = []
             for one, two in zip(ones, twos, strict=True):
                 sizes = tuple(map(mixed, one.sizes, two.sizes))

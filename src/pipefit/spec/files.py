@@ -119,7 +119,7 @@ def read_limited(path: Path, error: type[PipefitError] = PipefitError) -> bytes:
     return data
 
 
-def parse_toml(text: str, error: type[PipefitError], where: str) -> dict[str, Any]:
+def parse_toml(text: str, error: type[PipefitError], where: str) -> JsonObject:
     """TOML text as data; a mistake in it is a user's error of kind `error`, with line and column."""
     try:
         return tomllib.loads(text)

@@ -11,12 +11,11 @@ import heapq
 from collections.abc import Sequence
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from pipefit.errors import ProfileError, nearest
-from pipefit.spec.files import as_mistakes, decode, read_json
+from pipefit.spec.files import JsonObject, as_mistakes, decode, read_json
 from pipefit.spec.profile import Layer, Profile, check_finite
 
 _FOLDER = Path(__file__).resolve().parent.parent / "profiles_published"
@@ -68,7 +67,7 @@ def load_profile(path: str | Path) -> Profile:
     return decode("profile", data, Profile, ProfileError, str(path))
 
 
-def from_published(data: dict[str, Any], where: str = "profile") -> Profile:
+def from_published(data: JsonObject, where: str = "profile") -> Profile:
     """A published layer graph as a Profile, for one whole mini-batch.
 
     The published form leaves some points open. They are resolved as follows:

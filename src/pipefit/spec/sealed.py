@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from pipefit.errors import PipefitError
-from pipefit.spec.files import parse_json, read_limited, write_atomically
+from pipefit.spec.files import JsonObject, parse_json, read_limited, write_atomically
 
 _FORMAT = re.compile(r'"format": ?"([^"\n]*)"')
 _CHECKSUM = re.compile(r'(?:,\n +|, )"checksum": "([0-9a-f]{64})"(\n?)}\n\Z')
@@ -114,7 +114,7 @@ def write_sealed(path: Path, data: Mapping[str, Any], *, indent: int | None = No
     write_atomically(path, seal(data, indent), durable=durable)
 
 
-def read_sealed(path: Path, form: str, error: type[PipefitError] = PipefitError) -> dict[str, Any]:
+def read_sealed(path: Path, form: str, error: type[PipefitError] = PipefitError) -> JsonObject:
     """The data of a document that `write_sealed` wrote.
 
     Args:
@@ -146,7 +146,7 @@ def read_sealed(path: Path, form: str, error: type[PipefitError] = PipefitError)
         body = ""
     if end is None or end[1] != _checksum(body):
         raise error(f"{path}: damaged (it does not have the checksum it states)")
-    data: dict[str, Any] = parse_json(body, error, str(path))
+    data: JsonObject = parse_json(body, error, str(path))
     if data.get("format") != form:
         raise error(f"{path}: format: expected {form!r}, got {data.get('format')!r}; is this another kind of file?")
     return data

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from pipefit.errors import ABOVE_0, TopologyError, check_figures
 from pipefit.spec.arguments import check_fields, checked
@@ -245,10 +246,7 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The tiers, at the rate of each of `num_ranks` ranks when all ranks of a machine copy at the same time."""
         count = self.tier_shares(num_ranks)
         rates = ("read_bytes_per_s", "write_bytes_per_s", "step_bytes_per_s")
-        return tuple(
-            msgspec.structs.replace(tier, **{rate: getattr(tier, rate) / count for rate in rates})
-            for tier in self.tiers
-        )
+        return tuple(replace(tier, **{rate: getattr(tier, rate) / count for rate in rates}) for tier in self.tiers)
 
     @classmethod
     @checked()

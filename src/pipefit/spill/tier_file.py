@@ -27,7 +27,7 @@ import msgspec
 import xxhash
 
 from pipefit.errors import DamageError, PipefitError, TierError
-from pipefit.spec.files import sync_folder
+from pipefit.spec.files import JsonObject, sync_folder
 from pipefit.spec.lock import locked
 from pipefit.spec.sealed import read_sealed, write_sealed
 from pipefit.spill.tiers import WEIGHTS, Key
@@ -85,7 +85,7 @@ class Commit(NamedTuple):
     """
 
     step: int
-    state: dict[str, Any]
+    state: JsonObject
     records: dict[Key, Written]
     tier: str = ""
 
@@ -105,7 +105,15 @@ class Commit(NamedTuple):
 
 
 _Step = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-_Committed = tuple[_Step, dict[str, Any], list[list[Any]], str]
+
+
+class _Committed(msgspec.Struct):
+    """The document of a commit: a record is a row, its key and then its `Written`."""
+
+    step: _Step
+    state: JsonObject
+    records: list[list[Any]]
+    tier: str
 
 
 def place_of(tier: str, key: Key, version: int) -> str:
@@ -392,7 +400,7 @@ def read_commits(folder: Path, name: str) -> list[Commit]:
     return whole
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> JsonObject | None:
     try:
         return read_sealed(path, FORMAT, DamageError)
     except FileNotFoundError:
@@ -406,15 +414,14 @@ def _read_commit(path: Path) -> Commit | None:
     if data is None:
         return None
     try:
-        values = [data.get(key) for key in ("step", "state", "records", "tier")]
-        step, state, rows, tier = msgspec.convert(values, _Committed)
-        records = {msgspec.convert(row[:3], Key): msgspec.convert(row[3:], Written) for row in rows}
+        found = msgspec.convert(data, _Committed)
+        records = {msgspec.convert(row[:3], Key): msgspec.convert(row[3:], Written) for row in found.records}
     except msgspec.ValidationError as problem:
         raise DamageError(f"{path}: cannot be read: {problem}; resume from a checkpoint") from None
-    return Commit(step, state, records, tier)
+    return Commit(found.step, found.state, records, found.tier)
 
 
-def read_about(folder: Path, name: str) -> dict[str, Any]:
+def read_about(folder: Path, name: str) -> JsonObject:
     """Facts that identify the records of a tier: model, run and optimizer.
 
     Raises:

@@ -19,6 +19,9 @@ from pipefit.spill.tiers import ALIGNMENT, OPTIM, WEIGHTS, WGRAD, Key
 from pipefit.stage.accelerator import is_accelerator, pin, unpin
 from pipefit.units import format_bytes
 
+Sizes = Mapping[Key, int]
+"""Bytes of each record."""
+
 # Weights are read twice in a step, the others once.
 _FIRST_IN_MEMORY = {WEIGHTS: 0, WGRAD: 1, OPTIM: 2}
 
@@ -120,9 +123,7 @@ class TierStore:
 
     # ---- room ------------------------------------------------------------------------------------------------------
 
-    def reserve(
-        self, sizes: Mapping[Key, int], scratch: Collection[Key] = (), about: Mapping[str, Any] | None = None
-    ) -> None:
+    def reserve(self, sizes: Sizes, scratch: Collection[Key] = (), about: Mapping[str, Any] | None = None) -> None:
         """Reserves space for all records at once, before the first is written; those of an earlier run are lost.
 
         Args:
@@ -137,7 +138,7 @@ class TierStore:
         if self.files is not None:
             self.files.allocate(self.disk_bytes, about)
 
-    def reserve_more(self, sizes: Mapping[Key, int], is_scratch: bool = True) -> None:
+    def reserve_more(self, sizes: Sizes, is_scratch: bool = True) -> None:
         """Reserves space for further records; a key's former record is dropped, unless a commit names it.
 
         Raises:
@@ -147,7 +148,7 @@ class TierStore:
         if self.files is not None:
             self.files.extend(self.disk_bytes)
 
-    def _place(self, sizes: Mapping[Key, int], scratch: Collection[Key]) -> None:
+    def _place(self, sizes: Sizes, scratch: Collection[Key]) -> None:
         memory = self._memory(sizes)
         position = self.disk_bytes
         for key, size in sizes.items():
@@ -160,7 +161,7 @@ class TierStore:
             position = written.end
         self._pin_largest()
 
-    def _memory(self, sizes: Mapping[Key, int]) -> dict[Key, Tensor]:
+    def _memory(self, sizes: Sizes) -> dict[Key, Tensor]:
         """Host memory for the records that belong there."""
         held, total = dict(sizes), sum(sizes.values())
         if self.files is not None:

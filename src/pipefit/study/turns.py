@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind, Op
@@ -18,6 +18,9 @@ from pipefit.verify import verify
 
 _CROSSING = (Kind.ACT, Kind.GRAD, Kind.INPUT)
 """Data that waits on the tier from one turn to a later one; inputs of the model are loaded again."""
+
+_Parts = list[list[Instruction]]
+"""The instructions of each turn."""
 
 
 class Turn(NamedTuple):
@@ -79,7 +82,7 @@ def _is_arrival(i: Instruction) -> bool:
     return i.op is Op.FETCH and i.kind == Kind.WEIGHTS
 
 
-def _split(instructions: Iterable[Instruction]) -> list[list[Instruction]]:
+def _split(instructions: Iterable[Instruction]) -> _Parts:
     """Splits a list before each fetch of a shard's weights; with one slot nothing is on the device then."""
     turns = []
     waiting: list[Instruction] = []
@@ -94,7 +97,7 @@ def _split(instructions: Iterable[Instruction]) -> list[list[Instruction]]:
     return turns
 
 
-def _closed(turns: list[list[Instruction]]) -> list[list[Instruction]]:
+def _closed(turns: _Parts) -> _Parts:
     """Each turn with the eviction of its fetched states, which the pass would leave to a later turn."""
     evictions = [i for turn in turns for i in turn if i.op is Op.EVICT and i.kind == Kind.OPTIM]
     result = []
@@ -106,7 +109,7 @@ def _closed(turns: list[list[Instruction]]) -> list[list[Instruction]]:
     return result
 
 
-def _crossing(program: Program, turns: list[list[Instruction]]) -> list[list[Instruction]]:
+def _crossing(program: Program, turns: _Parts) -> _Parts:
     """Adds the evictions and fetches of the data that crosses a cut."""
     made = []
     needed = []
@@ -135,8 +138,6 @@ def _in_own_slots(program: Program) -> Program:
     spill = program.header.spill
     assert spill is not None
     count = program.header.num_stages
-    header = msgspec.structs.replace(
-        program.header, spill=msgspec.structs.replace(spill, weights_slots=count, optim_slots=count)
-    )
-    slotted = (msgspec.structs.replace(i, slot=i.stage) if i.slot >= 0 else i for i in program.ranks[0])
+    header = replace(program.header, spill=replace(spill, weights_slots=count, optim_slots=count))
+    slotted = (replace(i, slot=i.stage) if i.slot >= 0 else i for i in program.ranks[0])
     return Program(header, (tuple(slotted),))

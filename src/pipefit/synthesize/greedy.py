@@ -12,6 +12,9 @@ from random import Random
 
 from pipefit.synthesize.order_problem import BACKWARD, FORWARD, INPUT, WEIGHT, Order, OrderProblem
 
+Timed = list[tuple[float, int]]
+"""Times, each with its rank or its step."""
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -133,7 +136,7 @@ class _Board:
             return done[INPUT] - done[WEIGHT]
         return 0
 
-    def coming(self, rank: int) -> list[tuple[float, int]]:
+    def coming(self, rank: int) -> Timed:
         """Known start times of each next forward and backward of a rank, where its memory suffices."""
         found = []
         for stage in self.problem.stages[rank]:
@@ -157,7 +160,7 @@ class _Board:
         held = self.held[rank] + self.size[stage] + rest
         return held <= self.policy.room[rank]
 
-    def choice(self, rank: int, now: float, coming: list[tuple[float, int]]) -> int | None:
+    def choice(self, rank: int, now: float, coming: Timed) -> int | None:
         """Returns the next step of a rank; None: it waits."""
         there = [step for time, step in coming if time <= now]
         if there:
@@ -178,7 +181,7 @@ class _Board:
             return not eager, group, stage
         return eager, group, -stage
 
-    def take(self, rank: int, step: int, now: float) -> list[tuple[float, int]]:
+    def take(self, rank: int, step: int, now: float) -> Timed:
         """Runs a step; returns the times at which ranks may have new work."""
         problem = self.problem
         kind, stage = divmod(step, self.count)

@@ -7,6 +7,9 @@ from operator import add
 
 from pipefit.synthesize.order_problem import WEIGHT, Order, OrderProblem
 
+Place = tuple[int, int]
+"""The place of a step: its rank, and its index there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Times:
@@ -21,10 +24,10 @@ class Times:
 
     makespan_s: float
     starts: list[list[float]]
-    fed_by: list[list[tuple[int, int] | None]]
+    fed_by: list[list[Place | None]]
     ends: list[float]
 
-    def critical(self) -> list[tuple[int, int]]:
+    def critical(self) -> list[Place]:
         """Steps (rank, index) that follow each other without a gap, up to the end of all; the last one first."""
         rank = self.ends.index(max(self.ends))
         index = len(self.starts[rank]) - 1
@@ -46,10 +49,10 @@ def timed(problem: OrderProblem, order: Order) -> Times | None:
     count = problem.header.num_stages
     # Steps that feed others: forwards by stage, then backwards by stage; ends and places by micro-batch.
     ends: list[list[float]] = [[] for _ in range(2 * count)]
-    places: list[list[tuple[int, int]]] = [[] for _ in range(2 * count)]
+    places: list[list[Place]] = [[] for _ in range(2 * count)]
     waiting = [-1] * (2 * count)
     starts: list[list[float]] = [[] for _ in order]
-    fed_by: list[list[tuple[int, int] | None]] = [[] for _ in order]
+    fed_by: list[list[Place | None]] = [[] for _ in order]
     clock = [0.0] * len(order)
     ready = list(range(len(order)))
     while ready:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.ir.instruction import Indices
-from pipefit.models.examples import Batch, mean_cross_entropy
+from pipefit.models.examples import Batch, Loss, mean_cross_entropy
 from pipefit.planner import ranks_of
 from pipefit.spec.options import Precision, Request, Updates
 from pipefit.stage.precision import first_scale, half_of
@@ -47,7 +46,7 @@ class Case:
     request: Request
     precision: Precision = Precision()
     updates: Updates = Updates()
-    loss: Callable[[Any, Any], Tensor] = mean_cross_entropy
+    loss: Loss = mean_cross_entropy
     optimizer: Callable[[list[nn.Parameter]], Optimizer] = descend
 
     @property

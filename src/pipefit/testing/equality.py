@@ -19,6 +19,7 @@ from pipefit.models.examples import Example, Loss, mean_cross_entropy
 from pipefit.planner import by_hand, ranks_of
 from pipefit.runtime.launch import launch
 from pipefit.schedules import find
+from pipefit.spec.files import JsonObject
 from pipefit.spec.options import Parallelism, Precision, Request, Updates
 from pipefit.stage.precision import half_of
 from pipefit.stage.split import named_layers
@@ -60,7 +61,7 @@ class CheckResult:
     tolerance: float
     num_norms: int = 0
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """For JSON."""
         return asdict(self)
 

@@ -32,6 +32,7 @@ from pipefit.profiling.workload import Workload
 from pipefit.runtime.launch import launch
 from pipefit.runtime.outcomes import LaunchError
 from pipefit.runtime.session import current
+from pipefit.spec.files import JsonObject
 from pipefit.spec.options import Parallelism, Request
 from pipefit.stage import accelerator
 from pipefit.stage.accelerator import is_accelerator, settle
@@ -39,7 +40,7 @@ from pipefit.stage.device import process_device
 from pipefit.stage.split import named_layers
 from pipefit.testing.equality import check
 
-Figures = dict[str, Any]
+Figures = JsonObject
 
 PRODUCTS = {
     "fp32": (torch.float32, "highest"),

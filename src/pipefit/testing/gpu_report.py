@@ -12,9 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -112,7 +111,7 @@ def _failed(what: str, output: str) -> Figures:
     return {"failed": what, "output": output[-_SHOWN_OUTPUT:]}
 
 
-def problems_of(report: Mapping[str, Any]) -> list[str]:
+def problems_of(report: Figures) -> list[str]:
     """The problems in words: parts that failed, and findings of the others."""
     found = []
     for name, figures in report["parts"].items():
@@ -122,7 +121,7 @@ def problems_of(report: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def result_of(figures: Mapping[str, Any]) -> str:
+def result_of(figures: Figures) -> str:
     """The result of a part in a few words."""
     if "failed" in figures:
         return str(figures["failed"])
@@ -134,7 +133,7 @@ def result_of(figures: Mapping[str, Any]) -> str:
     return "well"
 
 
-def page(report: Mapping[str, Any]) -> str:
+def page(report: Figures) -> str:
     """The report as a page of Markdown."""
     known = report["facts"]
     gpus = ", ".join(known.get("gpus", [])) or known["device"]

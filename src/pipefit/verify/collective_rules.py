@@ -20,6 +20,8 @@ Key = tuple[str, int, int]
 """A reduction: its kind, its stage and its update."""
 
 Ranks = tuple[int, ...]
+Due = dict[Key, Ranks]
+"""The members of each reduction that must be there."""
 Positions = dict[tuple[int, Key], int]
 """Number of the instruction by rank and reduction."""
 
@@ -70,9 +72,9 @@ def _missing(rank: int, key: Key, members: Ranks) -> Finding:
     return Finding(_RULE, rank, -1, message)
 
 
-def _due(header: Header) -> dict[Key, Ranks]:
+def _due(header: Header) -> Due:
     """The reductions that the header requires, and their members."""
-    due: dict[Key, Ranks] = {}
+    due: Due = {}
     for kind, stage in _groups(header):
         members = collective_members(header, Instruction(Op.REDUCE, stage, version=0, kind=kind))
         if len(members) == 1:
@@ -102,11 +104,11 @@ def _groups(header: Header) -> Iterator[tuple[str, int]]:
             yield Reduction.TIED.value, tie[0]
 
 
-def _norms(header: Header) -> dict[Key, Ranks]:
+def _norms(header: Header) -> Due:
     """The norms of all gradients, and the parts that spilled stages give to them."""
     norm = Reduction.NORM.value
     everyone = tuple(range(header.num_ranks))
-    due: dict[Key, Ranks] = {}
+    due: Due = {}
     for stage in range(header.num_stages):
         for update in range(header.num_updates(stage)):
             due[norm, -1, update] = everyone

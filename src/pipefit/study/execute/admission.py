@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -200,5 +200,5 @@ def _profile(trial: Trial, recipe: Recipe, batch: Batch) -> Profile:
         profile = measuring(recipe.layers, x, recipe.training.loss, y)
     layers = []
     for layer in profile.layers:
-        layers.append(msgspec.structs.replace(layer, output_bytes=trial.microbatches * layer.output_bytes))
-    return msgspec.structs.replace(profile, model=trial.name or "the model", layers=tuple(layers))
+        layers.append(replace(layer, output_bytes=trial.microbatches * layer.output_bytes))
+    return replace(profile, model=trial.name or "the model", layers=tuple(layers))
