@@ -64,10 +64,22 @@ def test_a_fit_finds_the_machine_that_made_the_runs():
 
 def test_four_runs_show_links_that_are_far_from_their_data_sheet():
     some = [run_of(1, 1), run_of(1, 2), run_of(2, 1), run_of(2, 2)]
-    found = fit_machine(measured_on(slowed(inner=0.1), some), MACHINE)
+    runs = measured_on(slowed(inner=0.1), some)
+    found = fit_machine(runs, MACHINE)
     products, links = found.constants
     assert products.times == pytest.approx(1, rel=0.12) and links.times < 0.2
-    assert np.abs(found.errors).max() < 0.1
+    assert all(predict(run, found.topology).seconds == pytest.approx(run.seconds, rel=0.1) for run in runs)
+
+
+def test_the_error_of_a_run_without_itself_is_the_one_of_a_fit_without_it():
+    some = [run_of(1, 1), run_of(2, 1), run_of(4, 1), run_of(1, 2), run_of(8, 1)]
+    noisy = [1.05, 0.96, 1.08, 0.92, 1.03]
+    runs = [timed(run, run.seconds * factor) for run, factor in zip(measured_on(MACHINE, some), noisy, strict=True)]
+    found = fit_machine(runs, MACHINE)
+    for index in (0, 4):
+        others = fit_machine(runs[:index] + runs[index + 1 :], MACHINE)
+        again = predict(runs[index], others.topology).seconds / runs[index].seconds - 1
+        assert found.errors[index] == pytest.approx(again, abs=0.01)
 
 
 def test_one_bad_run_does_not_turn_the_others():
@@ -113,6 +125,21 @@ def test_copies_sum_after_the_last_backward_and_hide_what_the_drain_leaves_time_
     # In a pipeline the last stage sums while the first still computes; two copies move their stage's bytes once.
     first_s = (4 * BLOCK_BYTES + TABLE_BYTES) / link
     assert summing(2, False, 4) - summing(2, False, 2) == pytest.approx(first_s, rel=0.01)
+
+
+def test_sums_over_copies_may_be_hidden_by_a_backward_and_a_forward():
+    def seconds(batch, settings=""):
+        run = MeasuredRun(MODEL + settings, 4, 1, 1, 1, 1, batch, "none", False, None)
+        return predict(run, MACHINE).seconds
+
+    whole_s = 2 * 3 / 4 * (8 * BLOCK_BYTES + 2 * TABLE_BYTES) / 232e9
+    one_s = seconds(8) - seconds(4)
+    assert whole_s < one_s  # so that nothing of the sum is seen
+    assert seconds(4) - seconds(4, ",overlapped=1") == pytest.approx(whole_s, rel=0.01)
+    # In eight times as many bytes it takes longer than a micro-batch.
+    wide = ",summed_bytes=16"
+    assert one_s < 8 * whole_s
+    assert seconds(4, wide) - seconds(4, wide + ",overlapped=1") == pytest.approx(one_s, rel=0.02)
 
 
 def test_sums_of_micro_batches_are_held_whole_by_every_copy():

@@ -182,6 +182,22 @@ def test_a_rotation_and_a_gate_of_one_kernel_each_move_and_keep_less():
     assert plain.saved_bytes - fused.saved_bytes == e * tokens * 11008
 
 
+def test_sums_that_overlap_with_products_only_show_their_first_of_t_pieces():
+    shared = ",sequence_parallel=1"
+    plain, overlapped = (layers_of(shared + more, tensor=4).layers[1] for more in ("", ",overlapped=1"))
+    # Two sums each way: rings of four devices, the bytes over the links and three messages there and back.
+    sum_s = 2 * (3 / 4 * 2 * 2048 * 4096 / 348e9 + 3 * 3.4e-6)
+    assert plain.forward_s - overlapped.forward_s == pytest.approx(3 / 4 * 2 * sum_s, rel=0.01)
+    assert plain.backward_s - overlapped.backward_s == pytest.approx(3 / 4 * 2 * sum_s, rel=0.01)
+    assert plain.saved_bytes == overlapped.saved_bytes
+    # Sums that take longer than the products are seen for the rest of the time.
+    slow, hidden = (layers_of(shared + more, machine="8xRTX4090").layers[1] for more in ("", ",overlapped=1"))
+    products_s = layers_of(tensor=1, machine="8xRTX4090").layers[1].forward_s / 8
+    assert 0 < slow.forward_s - hidden.forward_s < products_s
+    own = layers_of(tensor=1).layers[1]
+    assert layers_of(",overlapped=1", tensor=1).layers[1] == own
+
+
 def test_gradients_may_be_summed_in_more_bytes_than_weights_have():
     plain, wide = layers_of(), layers_of(",summed_bytes=4")
     assert (plain.summed_per_byte, wide.summed_per_byte) == (1, 2)

@@ -29,15 +29,16 @@ def test_the_score_is_at_least_the_one_of_the_manual():
     scores = {(each.collection, each.constants): each for each in found.scores}
     assert scores["korthikanti", "data sheet"].ninth < 0.04
     fitted = scores["llama-13b", "fitted"]
-    assert fitted.runs == 132 and fitted.median < 0.05 and fitted.ninth < 0.1
-    assert fitted.tau > 0.77 and fitted.regret < 0.03 and fitted.memory > 0.948
+    assert fitted.runs == 132 and fitted.median < 0.04 and fitted.ninth < 0.1
+    assert fitted.tau > 0.78 and fitted.regret < 0.03 and fitted.memory > 0.948
     plain = scores["llama-13b", "data sheet"]
     assert plain.median < 0.095 and plain.tau > 0.8 and plain.regret < 0.02 and plain.memory > 0.947
-    assert scores["bloom", "data sheet"].median < 0.2 and scores["bloom", "data sheet"].tau > 0.2
+    assert scores["bloom", "data sheet"].median < 0.17 and scores["bloom", "data sheet"].tau > 0.6
+    assert scores["megatron-core", "data sheet"].median < 0.02
     assert scores["gpt-1.3b", "data sheet"].median < 0.06
     # Four runs that repeat one that the machine is fitted to do not judge.
     others = scores["bloom", "fitted"]
-    assert others.runs == 32 and others.median < 0.065 and others.ninth < 0.12
+    assert others.runs == 32 and others.median < 0.035 and others.ninth < 0.11
     # Micro-batches of one sample are the best choice in every group of LLaMA.
     judged = [each for each in found.judged["llama-13b", "fitted"] if each.run.seconds is not None]
     for group in {each.group for each in judged}:

@@ -67,7 +67,8 @@ def _text(runs: Sequence[MeasuredRun], fitted: FittedMachine, left_out: int) -> 
     lines = [
         *columns(rows),
         "",
-        f"{len(runs)} runs: median error {sizes[len(sizes) // 2]:.1%}, largest {sizes[-1]:.1%}",
+        f"{len(runs)} runs, each predicted by a machine fitted to the others: median error"
+        f" {sizes[len(sizes) // 2]:.1%}, largest {sizes[-1]:.1%}",
     ]
     if left_out:
         lines.append(f"{left_out} that ran out of memory say nothing about speed, and were left out")

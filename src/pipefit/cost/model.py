@@ -55,6 +55,8 @@ class CostModel:
         work_bytes: of a stage's instructions while they run, by the kinds of `pipefit.ir.op.Work`; empty: not known,
             and gradients of its weights count from the beginning of the first backward on.
         summed_per_byte: bytes of a gradient while it is summed, for each byte that it has before and after.
+        overlapped: whether copies sum gradients of a stage during its last backward, and join weights during its next
+            forward.
         topology: links between ranks; None: all alike, with the next two figures.
         bandwidth_bytes_per_s: of every link.
         latency_s: of every link.
@@ -94,6 +96,7 @@ class CostModel:
     tied_bytes: Mapping[int, float] = field(default_factory=dict)
     work_bytes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     summed_per_byte: float = 1
+    overlapped: bool = False
     topology: Topology | None = None
     bandwidth_bytes_per_s: float = math.inf
     latency_s: float = 0
@@ -228,7 +231,12 @@ class CostModel:
             law = all_gather_s
         else:
             law = all_reduce_s
-        return law(self._ring(members), self._reduced_bytes(instruction))
+        seconds = law(self._ring(members), self._reduced_bytes(instruction))
+        if self.overlapped:
+            stage = instruction.stage
+            computed_s = self.forward_s[stage] + self.backward_input_s[stage] + self.backward_weight_s[stage]
+            return max(seconds - computed_s, 0.0)
+        return seconds
 
     def _ring(self, members: Sequence[int]) -> Ring:
         if self.topology is None:

@@ -152,6 +152,7 @@ def of_plan(
         sum_bytes=tuple(sums),
         gathered=frozenset(gathered),
         summed_per_byte=profile.summed_per_byte,
+        overlapped=profile.overlapped,
         topology=topology,
         speed=speeds_of(topology, tensor),
         tiers=tiers,

@@ -331,6 +331,13 @@ def _block(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
         joined_s = 2 * pass_s(device, 3 * e * between)
     added_s = sum(_added_s(device, model, m * h / t) for m in (model.qkv, h, model.up, model.wide))
     sum_s = all_reduce_s(ring, e * stream)
+    forward_sums_s = 2 * sum_s
+    backward_sums_s = model.sums * sum_s
+    if model.overlapped:
+        # Products and sums go in t pieces at the same time, of which the first has nothing next to it.
+        hidden = 1 - 1 / t
+        forward_sums_s -= hidden * min(forward_sums_s, products_s)
+        backward_sums_s -= hidden * min(backward_sums_s, input_s + weight_s)
     inputs = stream if model.gathered else between  # outputs of the norms, of the two products after them
     widths = qkv + 1 + up + wide
     if model.gated and not model.fused_passes:
@@ -341,8 +348,8 @@ def _block(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
         vectors = 4 * h + model.qkv + h + model.up + h
     return Layer(
         "block",
-        products_s + core_s + _passes_s(device, forward) + joined_s + 2 * sum_s,
-        input_s + core_back_s + _passes_s(device, backward_input) + model.sums * sum_s,
+        products_s + core_s + _passes_s(device, forward) + joined_s + forward_sums_s,
+        input_s + core_back_s + _passes_s(device, backward_input) + backward_sums_s,
         weight_s + _passes_s(device, backward_weight) + added_s,
         output_bytes=e * stream,
         saved_bytes=kept + _kept_of_scores(model, tokens) / t,
@@ -468,6 +475,7 @@ def _at(model: Transformer, b: int, device: Device, ring: Ring) -> Profile:
         optimizer_s=_optimizer_s(device, weights, e),
         summed_per_byte=(model.summed_bytes or e) / e,
         added_per_byte=model.added_bytes / e,
+        overlapped=bool(model.overlapped),
     )
 
 

@@ -35,8 +35,9 @@ _STEP = 0.05
 _ROUNDS = 8
 _SLOPED = 2
 """Rounds after which the slopes stay: a factor of a figure changes seconds nearly by a power of it."""
-_PRIORS = (0.3, 0.6, 0.3, 0.6, 0.3)
-"""How far each of `CONSTANTS` is expected from the figure of a data sheet, as a logarithm; links differ the most."""
+_PRIORS = (0.3, 0.6, 0.1, 0.6, 0.6)
+"""How far each of `CONSTANTS` is expected from the figure of a data sheet, as a logarithm: memory differs the least,
+links and the host, which launches kernels, the most."""
 _NOISE = 0.05
 _OUTLIER = 0.1
 _RUNS_FOR_EACH = 2
@@ -258,7 +259,7 @@ class FittedMachine:
     Attributes:
         topology: with the fitted constants.
         constants: the fitted ones.
-        errors: relative, predicted against measured, of each run.
+        errors: relative, predicted against measured, of each run by a machine fitted to the others.
     """
 
     topology: Topology
@@ -271,6 +272,10 @@ def fit_machine(runs: Sequence[MeasuredRun], topology: Topology) -> FittedMachin
 
     Each constant may differ from the given figure by a factor; without evidence it stays (`_PRIORS`). Runs that are
     far off count less (Huber 1964), so that a bad one does not turn the others.
+
+    A machine fitted to the other runs has the error e/(1 − h) in a run, h the run's leverage (Allen, "The relationship
+    between variable selection and data augmentation", 1974). Intervals follow from these errors, or from `_NOISE` where
+    they are smaller.
 
     Args:
         runs: with seconds; at least two for each constant that is fitted, else fewer constants are.
@@ -305,9 +310,11 @@ def fit_machine(runs: Sequence[MeasuredRun], topology: Topology) -> FittedMachin
         found = found - change
         if np.abs(change).max() < 1e-3:
             break
-    errors = errors_at(found)
-    noise = max(float(np.sqrt(np.mean(errors**2))), 0.01)
-    spread = noise * np.sqrt(np.diag(np.linalg.inv(normal)))
+    inverse = np.linalg.inv(normal)
+    leverage = trust * np.sum(slopes @ inverse * slopes, axis=1)
+    errors = errors_at(found) / (1 - leverage)
+    noise = max(float(np.sqrt(np.mean(errors**2))), _NOISE)
+    spread = noise * np.sqrt(np.diag(inverse))
     constants = tuple(
         Constant(name, *(float(np.exp(value)) for value in (each, each - 1.96 * wide, each + 1.96 * wide)))
         for name, each, wide in zip(CONSTANTS, found, spread, strict=False)

@@ -47,6 +47,9 @@ class Transformer:
         gathered: 1: a product keeps its whole input for the backward, also where that is split over the devices between
             products, as torch does by default; 0: its part, which the backward gathers again, as in Megatron-LM.
         sums: of a block's backward over a rank's devices: 2; 3 where the gate's product sums its own gradient.
+        overlapped: 1: devices compute during sums: products during those over a rank's devices, piece by piece, the
+            last backward and the next forward during those over copies, as in Megatron-Core with
+            `--tp-comm-overlap`, `--overlap-grad-reduce` and `--overlap-param-gather`; 0: one after the other.
         summed_bytes: of an element of gradients while copies sum them; 0: as of weights.
         added_bytes: of an element of the sum of micro-batches' gradients, to which kernels of their own convert and add
             those of weights, as DeepSpeed does in bf16; 0: it has the type of weights.
@@ -72,6 +75,7 @@ class Transformer:
     sequence_parallel: int = 0
     gathered: int = 0
     sums: int = 2
+    overlapped: int = 0
     summed_bytes: int = 0
     added_bytes: int = 0
     fp8: int = 0

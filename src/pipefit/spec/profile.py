@@ -168,6 +168,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         step_work_bytes: the most by which memory grows in one optimizer step of the whole model; 0: not known.
         optimizer_s: seconds of one optimizer step of the whole model; 0: not measured.
         summed_per_byte: bytes of a gradient while copies sum it, for each byte of its weight.
+        overlapped: whether copies sum gradients during the last backward, and join weights during the next forward.
         added_per_byte: bytes of the sum of micro-batches' gradients, kept next to gradients, for each byte of a weight.
         others: the same model at other micro-batch sizes; see `at`.
         computed_for: the device of a profile by GPT arithmetic, or of counted layers, which can be computed again for
@@ -186,6 +187,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     optimizer_s: float = 0.0
     summed_per_byte: float = 1.0
     added_per_byte: float = 0.0
+    overlapped: bool = False
     others: tuple[Profile, ...] = ()
     computed_for: Device | None = None
     counted: Counted | None = None
