@@ -26,6 +26,7 @@ from torch import Tensor
 
 from pipefit.errors import CommunicationError, PipefitError, is_lost_peer
 from pipefit.runtime.joining import DOOR, READY, Door
+from pipefit.runtime.meeting import QuickStore
 from pipefit.runtime.progress import MEETING, Progress
 from pipefit.runtime.sockets import open_sockets, shut_down
 
@@ -203,6 +204,8 @@ class Repairs:
 
     def end_waits(self) -> None:
         """Ends the waits of this process for others, in every thread; its process groups are of no use any more."""
+        if QuickStore.newest is not None:
+            QuickStore.newest.has_ended = True
         shut_down(self._before)
 
     # ---- units -----------------------------------------------------------------------------------------------------
