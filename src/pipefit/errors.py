@@ -93,7 +93,6 @@ _LOST_PEER: Final = (
     "communicator was aborted",
     "NCCL error",
     "remote process exited",
-    "Is a directory",  # in place of a file of addresses, see `Survivors`
 )
 """Words of torch's errors, and of Gloo's and NCCL's inside them, where a peer is gone."""
 

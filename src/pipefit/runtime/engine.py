@@ -25,6 +25,7 @@ from pipefit.runtime.finite import check_unread
 from pipefit.runtime.handlers import HANDLERS
 from pipefit.runtime.local import LocalTransport, Mailbox
 from pipefit.runtime.malloc import keep_freed
+from pipefit.runtime.meeting import let_go
 from pipefit.runtime.microbatches import Feed
 from pipefit.runtime.outcomes import program_file
 from pipefit.runtime.progress import MEETING, Progress
@@ -81,8 +82,10 @@ class Engine:
 
     def _meet(self, num_stages: int, session: Session) -> DistributedTransport | None:
         """The transport to the other processes of a session; None: there are none."""
-        if self._between is not None and self._between.finish in session.before_leaving:
-            session.before_leaving.remove(self._between.finish)
+        if self._between is not None:
+            if self._between.finish in session.before_leaving:
+                session.before_leaving.remove(self._between.finish)
+            let_go(vars(self._between))
         if not session.is_distributed:
             return None
         has_link_groups = session.folder is not None and self.mesh.tensor == 1

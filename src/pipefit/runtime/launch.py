@@ -23,7 +23,7 @@ from typing import Any
 from pipefit.errors import PipefitError
 from pipefit.runtime import repairs
 from pipefit.runtime.faults import forget, note
-from pipefit.runtime.meeting import ENTERS, FULL, MEMORY, RESTART
+from pipefit.runtime.meeting import ENTERS, FULL, MEMORY, RESTART, STORE
 from pipefit.runtime.memory_folder import memory_folder
 from pipefit.runtime.outcomes import FINE, GRACE_S, LaunchError, collect, outcome_of, packed
 from pipefit.runtime.signals import ENDING, PASSED_ON, die_with_launcher, handling, leaving
@@ -35,7 +35,7 @@ _TEMPORARY = "PIPEFIT_TEMPORARY"
 _DEADLINE_S = 60.0
 """After the loss of a rank the others come together in so many seconds, where no deadline is given."""
 
-_LEFT = ("pipefit-store-*", "rank-*.hang", "rank-*.progress")
+_LEFT = (f"{STORE}*", "rank-*.hang", "rank-*.progress")
 
 
 def launch(

@@ -15,15 +15,17 @@ import hashlib
 import json
 import os
 import stat
+import threading
 import time
 import uuid
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from pipefit.errors import PipefitError
+from pipefit.errors import CommunicationError, PipefitError
 from pipefit.spec.files import write_atomically
 from pipefit.stage import accelerator
 
@@ -40,7 +42,11 @@ ENTERED = "PIPEFIT_ENTERED"
 SHARED, AGENT = Path("/dev/shm"), f"pipefit-agent-{os.getuid()}-"
 """The machine's memory, and the first part of the names there of folders of torchrun's agents."""
 
+STORE = "pipefit-store-"
+"""The first part of the names of files, in the run's folder, through which ranks of one machine meet."""
+
 _INTERVAL_S = 0.01
+_LOOK_S = 0.001
 
 
 class Start(NamedTuple):
@@ -60,9 +66,37 @@ def can_restart() -> bool:
     return MEMORY in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def store_file(folder: Path, restart: int, entered: int) -> Path:
-    """The file in which ranks of one machine exchange their addresses, in the run's folder."""
-    return folder / f"pipefit-store-{restart}-{entered}"
+class QuickStore(dist.Store):
+    """A store of torch whose waits end at once: torch looks into a file every 10 ms, for each new process group.
+
+    Args:
+        store: that has the keys.
+
+    Attributes:
+        newest: that of the default process group; torch's own reference does not keep a Python object.
+        has_ended: whether nobody adds keys any more, so that waits end in an error.
+    """
+
+    newest: QuickStore | None = None
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        QuickStore.newest = self
+        self.has_ended = False
+        for name in ("set", "get", "check", "add"):
+            setattr(self, name, partial(getattr(store, name)))
+
+    def wait(self, keys: list[str], timeout: timedelta = TIMEOUT) -> None:
+        """Waits until the store has some keys.
+
+        Raises:
+            CommunicationError: nobody has added them.
+        """
+        until_s = time.monotonic() + timeout.total_seconds()
+        while not self.check(keys):
+            if self.has_ended or time.monotonic() > until_s:
+                raise CommunicationError(f"no other rank has added {keys} to the store of the run")
+            time.sleep(_LOOK_S)
 
 
 def meet(rank: int, num_ranks: int, folder: Path | None) -> Start:
@@ -90,7 +124,9 @@ def meet(rank: int, num_ranks: int, folder: Path | None) -> Start:
         # Gloo would otherwise look up the host's name, which may resolve to an external address.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         entered = int(os.environ.get(ENTERED, "0"))
-        store: Any = dist.FileStore(str(store_file(folder, restart, entered)), num_ranks)
+        store: Any = dist.FileStore(str(folder / f"{STORE}{restart}-{entered}"), num_ranks)
+        if backend == "gloo":  # threads of NCCL look into the store, too, and would need Python's lock
+            store = QuickStore(store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
         return start
     try:
@@ -107,6 +143,11 @@ def meet(rank: int, num_ranks: int, folder: Path | None) -> Start:
     except (RuntimeError, ValueError) as problem:
         raise PipefitError(f"rank {rank} of {num_ranks} could not join the others: {problem}") from None
     return start
+
+
+def let_go(held: Any) -> None:
+    """Empties a list or dict of process groups in a thread: the end of each takes Gloo 10 ms."""
+    threading.Thread(target=held.clear, name="pipefit-old-groups").start()
 
 
 def agent_folder() -> Path | None:

@@ -27,6 +27,7 @@ from torch import Tensor
 from pipefit.errors import CommunicationError, PipefitError, is_lost_peer
 from pipefit.runtime.aborting import abort_groups
 from pipefit.runtime.joining import DOOR, READY, Door
+from pipefit.runtime.meeting import QuickStore
 from pipefit.runtime.progress import MEETING, Progress
 from pipefit.runtime.sockets import open_sockets, shut_down
 from pipefit.stage.accelerator import default_kind
@@ -208,6 +209,8 @@ class Repairs:
 
         A group that is being made cannot be aborted.
         """
+        if QuickStore.newest is not None:
+            QuickStore.newest.has_ended = True
         shut_down(self._before)
         if default_kind() != "cpu" and self._progress.position.index != MEETING:
             abort_groups()

@@ -26,7 +26,7 @@ from pipefit.runtime import repairs
 from pipefit.runtime.background import Background
 from pipefit.runtime.calls import different_calls, lost_peer
 from pipefit.runtime.joining import Door, Entry
-from pipefit.runtime.meeting import ENTERED, ENTERS, FULL, RESTART, TIMEOUT, Start, agent_folder, meet
+from pipefit.runtime.meeting import ENTERED, ENTERS, FULL, RESTART, TIMEOUT, Start, agent_folder, let_go, meet
 from pipefit.runtime.progress import (
     CALLS,
     JOINING,
@@ -219,10 +219,12 @@ class Session:
         global _session
         assert self.repairs is not None
         assert self.folder is not None
+        groups = [self.calls and self.calls(), self.background.group]
         self.background.abandon()
         if self.watchdog is not None:
             self.watchdog.stop()
         dist.destroy_process_group()
+        let_go(groups)
         if device.first_local_rank is None:
             device.first_local_rank = int(os.environ["LOCAL_RANK"])
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from pipefit.runtime.faults import note
-from pipefit.runtime.meeting import store_file
 from pipefit.runtime.newcomers import Newcomers
 from pipefit.runtime.repairs import BACK, CAN, CANNOT, END, GO, HERE, HUNG, LOST
 
@@ -165,23 +164,7 @@ class Survivors:
         still = [self.rank_of(process) for process in left]
         for process in left:
             self._tell(process, LOST, (self._number, gone, still))
-        self._end_waits()
         return True
-
-    def _end_waits(self) -> None:
-        """Ends the waits of ranks for the address of a lost one: a folder in place of the file of addresses.
-
-        A rank that adds an address makes the file anew.
-        """
-        store = self._store
-        while not store.is_dir():
-            store.unlink(missing_ok=True)
-            with contextlib.suppress(FileExistsError):
-                store.mkdir()
-
-    @property
-    def _store(self) -> Path:
-        return store_file(self._place, self.faults, self.newcomers.entered)
 
     def _reason(self, left: Sequence[int], ended: AbstractSet[int]) -> str:
         """The reason why the processes that are left do not go on; "": they do."""
@@ -201,7 +184,6 @@ class Survivors:
         """All are here: notes the fault, and lets them go on."""
         fault = "\n".join(self._said)
         note(self._place, self.began_s, fault=fault, start=self.faults)
-        self._store.rmdir()
         self.faults += 1
         self._fault = fault
         _log.warning("%s\n  repair %d of %d: %d ranks go on", fault, self.faults, self._most, len(self.left))
@@ -215,8 +197,6 @@ class Survivors:
             self._tell(process, GO, (self.faults, states))
 
     def _fail(self, reason: str) -> None:
-        if self._store.is_dir():
-            self._store.rmdir()
         self.why_not.append(reason)
         self.end()
 
