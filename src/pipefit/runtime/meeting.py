@@ -83,7 +83,7 @@ class QuickStore(dist.Store):
         super().__init__()
         QuickStore.newest = self
         self.has_ended = False
-        for name in ("set", "get", "check", "add"):
+        for name in ("set", "get", "check", "add", "compare_set"):
             setattr(self, name, partial(getattr(store, name)))
 
     def wait(self, keys: list[str], timeout: timedelta = TIMEOUT) -> None:
