@@ -205,10 +205,7 @@ def recall(pipeline: Trained, folder: Path, least: int, most: float = math.inf) 
         whole = [step for step, held in held_at.items() if wanted <= set[str]().union(*held.values())]
         chosen = max(whole, default=None)
         if session.rank == first:
-            newest = -1
-            if chosen is not None:
-                newest = chosen
-            forget_newer(folder, newest)
+            forget_newer(folder, chosen)
         firsts = sorted(set(exchange(session, first)))
         if chosen is not None:
             found = {other: held_at[chosen].get(other, set()) for other in firsts}
@@ -216,10 +213,10 @@ def recall(pipeline: Trained, folder: Path, least: int, most: float = math.inf) 
     return chosen
 
 
-def forget_newer(folder: Path, step: int) -> None:
-    """Removes the copies of later steps from a machine's memory."""
+def forget_newer(folder: Path, step: int | None) -> None:
+    """Removes the copies of later steps from a machine's memory; None: all copies."""
     for place in candidates(folder):
-        if step_of(place) > step:
+        if step is None or step_of(place) > step:
             shutil.rmtree(place, ignore_errors=True)
 
 
