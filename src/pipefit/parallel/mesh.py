@@ -63,11 +63,6 @@ class Mesh:
         """The process that represents a rank."""
         return rank * self.tensor
 
-    def meet_again(self) -> None:
-        """Meets the other processes of the rank in a new group, after all process groups are gone."""
-        if self.region is not None:
-            self.region.group = _group_of_rank(dist.group.WORLD, self.tensor)
-
     def part(self, name: str, whole: Tensor) -> Tensor:
         """This process's part of a weight, or all of one that is not sharded."""
         spec = self.shards.get(name)
@@ -154,12 +149,9 @@ class Mesh:
                 )
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _group_of_rank(world: dist.ProcessGroup, tensor: int) -> dist.ProcessGroup:
-    """The processes that share this one's rank. Groups are made once: each costs threads and connections.
-
-    One of a world that is gone is let go with it.
-    """
+    """The processes that share this one's rank. Groups are made once: each costs threads and connections."""
     group, _ = dist.new_subgroups(tensor, group=world)
     let_carriers_wait()
     return group

@@ -24,6 +24,7 @@ from pipefit.errors import PipefitError
 from pipefit.pipeline.callbacks import Checkpoints, Record
 from pipefit.pipeline.loaders import has_position, number_of
 from pipefit.pipeline.loggers import Logger, entries_of, json_log
+from pipefit.pipeline.repairable import why_not
 from pipefit.runtime.collectives import from_first
 from pipefit.runtime.faults import IN_PLACE, note, noted
 from pipefit.runtime.outliving import outliving_folder
@@ -89,7 +90,7 @@ class Recovery:
         self._pipe.loop.memory = None
         if self._memory:
             self.every = self._memory.every
-        if self.every == 1:
+        if self.every == 1 and not why_not(self._pipe.plan):
             self._pipe.loop.memory = self._memory
 
     def _own_folder(self) -> Path | None:

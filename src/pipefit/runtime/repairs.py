@@ -44,9 +44,6 @@ GO = "go"
 END = "end"
 """The words of the launcher for a rank."""
 
-NOT_NEEDED = 64
-"""Exit code of a process that shared a rank with one that is lost: it cannot go on without it."""
-
 REPAIR = "PIPEFIT_REPAIR"
 """Variable that turns repairs off where it is 0: then all ranks are started again, with the same plan."""
 
