@@ -34,7 +34,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """Every synchronous schedule with copies, and copies of one stage; all with dropout, batch norm and momentum."""
 
-RANKS = {shape: 3 if shape in ("data-parallel", "copies 2-1", "copies 1-2") else 4 for shape in SHAPES}
+SHARED: dict[str, dict[str, Any]] = {
+    "optimizer": {"shard": "optimizer", **COPIES},
+    "gradients": {"shard": "gradients", "schedule": "data-parallel", "microbatches": 4},
+    "weights": {"shard": "weights", "clip_norm": 0.05, **COPIES},
+    "weights 2-1": {"shard": "weights", "replicas": (2, 1), "microbatches": 4, "stages": 2},
+}
+"""The same, where copies of a stage share something."""
+
+THREE = ("data-parallel", "copies 2-1", "copies 1-2", "gradients", "weights 2-1")
+RANKS = {shape: 3 if shape in THREE else 4 for shape in (*SHAPES, *SHARED)}
 
 
 class Death(NamedTuple):
@@ -74,7 +83,7 @@ class Trained(NamedTuple):
 def train(shape: str, place: str, deaths: list[Death]) -> Trained:
     """Trains in double precision, evaluates, and ends; ranks die as listed."""
     Path(place, f"{os.getpid()}.pid").write_text(os.environ[MEMORY])
-    pipe = jobs.pipeline(model=jobs.model().double(), **SHAPES[shape])
+    pipe = jobs.pipeline(model=jobs.model().double(), **(SHAPES | SHARED)[shape])
     data = [(x.double(), y) for x, y in batches()]
     count = _counted([death for death in deaths if death.rank == current().rank and not current().start.restart])
     begun = time.perf_counter()

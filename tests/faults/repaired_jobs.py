@@ -122,6 +122,27 @@ def generate(faults: list[Fault]) -> tuple[list[float], list[list[int]]]:
     return losses + pipe.fit([batch] * 2), tokens.tolist()
 
 
+def shared_layers() -> nn.Sequential:
+    """Layers in double precision, the same on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 0.05, weight_decay=0.1)
+
+
+def train_shared(shard: str, options: dict[str, Any], faults: list[Fault]) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of six steps and an evaluation, and the weights, where copies of stages share something."""
+    pipe = jobs.pipeline(model=shared_layers(), optimizer=adam, shard=shard, microbatches=4, **options)
+    if not current().start.restart:
+        suffer(pipe, [fault for fault in faults if fault.rank == pipe.rank])
+    data = [(x.double(), y) for x, y in jobs.batches(6)]
+    losses = pipe.fit(data[:4]) + pipe.fit(data[4:])
+    losses.append(pipe.evaluate(data[:1]))
+    return losses, pipe.state_dict()
+
+
 def count_forwards(fault: Fault) -> tuple[list[float], int]:
     """Losses of a training, and the forwards of its last stage, which has no copy."""
     model = jobs.model().double().append(Counting())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.faults.dying_jobs import RANKS, SHAPES, Death, Trained, train
+from tests.faults.dying_jobs import RANKS, SHAPES, SHARED, Death, Trained, train
 from tests.faults.shapes import is_there
 
 from pipefit.runtime.faults import noted
@@ -18,7 +18,12 @@ from pipefit.runtime.launch import launch
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(3600)]
 
-TRIALS = 200 if os.environ.get("PIPEFIT_TRIALS") == "all" else 2 * len(SHAPES)
+IS_ALL = os.environ.get("PIPEFIT_TRIALS") == "all"
+TRIALS = 200 if IS_ALL else 2 * len(SHAPES)
+OF_SHARED = 25 if IS_ALL else 1
+"""Trials of each shape where copies of a stage share something; the first is at an instruction."""
+
+FIRST_SHARED = 1010
 
 
 def deaths_of(number: int, whole: list[Trained]) -> list[Death]:
@@ -87,16 +92,22 @@ def test_a_rank_that_does_not_come_to_a_new_group_is_not_waited_for(trial, tmp_p
     )
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+def numbers_of(shape: str) -> range:
+    """The numbers of the trials of a shape, which choose their deaths."""
+    if shape in SHARED:
+        return range(FIRST_SHARED, FIRST_SHARED + OF_SHARED)
+    return range(list(SHAPES).index(shape), TRIALS, len(SHAPES))
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *SHARED])
 def test_a_run_with_copies_survives_deaths_at_random_moments(shape: str, trial, tmp_path: Path, monkeypatch) -> None:
     # A warning that is captured holds on to its error, and to the processes of the start that failed.
     monkeypatch.setattr(logging.getLogger("pipefit.launch"), "disabled", True)
     whole = run(shape, tmp_path / "whole", [])
     most_sockets = max(one.sockets for one in whole)
     before = descriptors()
-    index = list(SHAPES).index(shape)
     num_deaths = 0
-    for number in range(index, TRIALS, len(SHAPES)):
+    for number in numbers_of(shape):
         deaths = deaths_of(number, whole)
         folder = tmp_path / str(number)
         found = run(shape, folder, deaths)

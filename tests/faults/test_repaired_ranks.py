@@ -7,14 +7,18 @@ import torch
 from tests.faults.repaired_jobs import (
     COPIES,
     Fault,
+    adam,
     count_forwards,
     generate,
     go_on_after_an_interruption,
     go_on_as_prepared,
+    shared_layers,
     steps_in,
     train,
     train_over_late_connections,
+    train_shared,
 )
+from tests.runtime.jobs import batches, halving
 
 from pipefit.runtime.faults import noted
 from pipefit.runtime.launch import LaunchError, launch
@@ -58,6 +62,45 @@ def test_the_ranks_that_are_left_go_on_in_their_processes(faults, left, whole, t
     assert [line["start"] for line in lines if "fault" in line] == list(range(len(faults)))
     assert lines[1]["source"] == "the ranks that are left" and lines[1]["lost"] == 0
     assert f"repair {len(faults)} of 2: {left} ranks go on" in caplog.text
+
+
+def plainly_trained() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of torch alone."""
+    model = shared_layers()
+    optimizer = adam(model.parameters())
+    schedule = halving(optimizer)
+    data = batches(6)
+    losses = []
+    for x, y in [*data, data[0]]:
+        loss = torch.nn.functional.cross_entropy(model(x.double()), y)
+        losses.append(loss.item())
+        if len(losses) <= len(data):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("shard", "ranks", "options", "faults", "left"),
+    [
+        # As others have stepped their parts; then one whose sibling is gone, in an evaluation.
+        ("weights", 4, {"stages": 2, "replicas": 2}, [Fault(3, "step", 3), Fault(1, "fwd", 8)], 2),
+        # As the parts that were stepped are gathered; then while the step is copied in memory.
+        ("optimizer", 3, {"schedule": "data-parallel"}, [Fault(0, "drop", 2), Fault(2, SAVING, 5)], 1),
+    ],
+)
+def test_copies_that_share_weights_take_the_part_of_a_lost_one_from_memory(
+    shard, ranks, options, faults, left, tmp_path, caplog
+):
+    losses, weights = plainly_trained()
+    found = launch(train_shared, ranks, shard, options, faults, folder=tmp_path, quiet=True, recover=2)
+    assert f"repair 2 of 2: {left} ranks go on" in caplog.text
+    assert len(found) == left
+    for own, state in found:
+        assert own == pytest.approx(losses, rel=1e-10)
+        assert all(torch.allclose(state[name], value, rtol=1e-9, atol=1e-12) for name, value in weights.items())
 
 
 def test_a_loss_is_planned_before_it_happens(tmp_path):

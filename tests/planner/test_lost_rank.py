@@ -103,6 +103,16 @@ def test_ranks_are_lost_one_after_the_other_until_one_is_left() -> None:
     ]
 
 
+def test_copies_share_weights_as_long_as_a_stage_has_several() -> None:
+    plan = plan_of(2, 2, 2, shard="weights")
+    shards = []
+    while plan.placement.num_ranks > 1:
+        plan = plan_without(plan, 0)
+        shards.append(plan.shard)
+        assert verify(program_of(plan)).violations == ()
+    assert shards == ["weights", "none", "none"]
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "data-parallel"])
 def test_a_patched_plan_trains_as_one_process_does(schedule) -> None:
     def layers() -> nn.Sequential:

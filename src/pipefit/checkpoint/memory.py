@@ -10,20 +10,22 @@ so they are at most one step apart; one more step is kept for a copy that is dam
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from torch import Tensor
 
 from pipefit.checkpoint.commit import Part, facts_of, manifest_of, parts_of, walk, write_parts
 from pipefit.checkpoint.manifest import FORM, Manifest, candidates, step_name, step_of
-from pipefit.checkpoint.optim import parameter_and_key, read_of
+from pipefit.checkpoint.optim import optimization_of, parameter_and_key, read_of
 from pipefit.checkpoint.restore import Contents, Saved, contents, take
 from pipefit.checkpoint.sharded import OPTIM, whole_states
 from pipefit.checkpoint.state import tensors_of, weights_of
@@ -61,6 +63,8 @@ class Memory:
         is_alike = pipeline.session.is_distributed and pipeline.plan.shard == "none"
         self._among = {mesh.rank_of(process) for process in processes} if is_alike else None
         self._failed = False
+        self._is_newest = True
+        self._seen: list[Any] | None = self._marks()
 
     def keep(self) -> None:
         """Copies the training after a step, if it is due. Every rank must call it."""
@@ -69,9 +73,45 @@ class Memory:
             return
         # No rank goes on before all have their copies: a step that a callback has seen is not lost.
         self._pipeline.session.together(lambda: self._keep(step))
+        self._is_newest = True
+        self._seen = self._marks()
         if self._is_first:
             for old in candidates(self._folder)[_KEPT:]:
                 shutil.rmtree(old, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """The context of a step that ends with a copy, and changes weights and states before."""
+        self._is_newest = self.is_newest()
+        self._seen = None
+        try:
+            yield
+        except PipefitError:
+            self._is_newest = False
+            raise
+
+    def is_newest(self) -> bool:
+        """Returns whether weights and states are as in the newest copy, or were at the beginning of the step that runs.
+
+        A callback or a load may have changed them. What torch does not count, changes through `.data`, is not noticed.
+        """
+        return self._is_newest and self._seen in (None, self._marks())
+
+    def _marks(self) -> list[Any]:
+        """Where copies share weights: the numbers of optimizers, and the place and number of changes of each tensor."""
+        found: list[Any] = []
+        if self._pipeline.plan.shard == "none":
+            return found
+        for worker in self._pipeline.workers:
+            found += optimization_of(worker, worker.stages)
+            states = [value for optimizer in worker.optimizers.values() for value in optimizer.state.values()]
+            tensors = [state for own in states for state in own.values() if isinstance(state, Tensor)]
+            for index, stage in worker.stages.items():
+                tensors += [*worker.stores[index].kept(), *(buffer for _, buffer in stage.saved_buffers())]
+                # Their memory comes and goes.
+                found += [parameter._version for _, parameter in stage.named_parameters()]
+            found += [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+        return found
 
     def _keep(self, step: int) -> None:
         with self._pipeline.session.at(SAVING), whole_states(self._pipeline) as sharing:
@@ -165,14 +205,19 @@ def recall(pipeline: Trained, folder: Path, least: int, most: float = math.inf) 
         whole = [step for step, held in held_at.items() if wanted <= set[str]().union(*held.values())]
         chosen = max(whole, default=None)
         if session.rank == first:
-            for place in candidates(folder):
-                if chosen is None or step_of(place) > chosen:
-                    shutil.rmtree(place, ignore_errors=True)
+            forget_newer(folder, chosen)
         firsts = sorted(set(exchange(session, first)))
         if chosen is not None:
             found = {other: held_at[chosen].get(other, set()) for other in firsts}
             _take(pipeline, here.get(chosen, Here([], {})), found)
     return chosen
+
+
+def forget_newer(folder: Path, step: int | None) -> None:
+    """Removes the copies of later steps from a machine's memory; None: all copies."""
+    for place in candidates(folder):
+        if step is None or step_of(place) > step:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def steps_in(folder: Path, least: float = 0, most: float = math.inf) -> dict[int, Here]:

@@ -7,7 +7,8 @@ memory      ─┘                        └─ resume, from any of the three
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,6 +75,19 @@ class RunState:
         if self.loss_scale is not None:
             scale = self.loss_scale.state()
         return {"ordinal": self.ordinal, "loss_scale": scale, "position": self.position.state()}
+
+    @contextlib.contextmanager
+    def attempted(self) -> Iterator[None]:
+        """The context of a step; where it fails the state is as before, apart from the position: the batch is there."""
+        counts = self.num_updates, self.ordinal
+        scales = [(scale, scale.state()) for scale in self.scales]
+        try:
+            yield
+        except BaseException:
+            self.num_updates, self.ordinal = counts
+            for scale, before in scales:
+                scale.load(before)
+            raise
 
     def resume(self, step: int, saved: SavedState) -> None:
         """Restores the state after a step."""

@@ -226,8 +226,7 @@ def release_run(engine: Engine) -> None:
     for worker in engine.workers:
         if worker.spilling:
             worker.spilling.tier.close()
-        for store in worker.stores.values():
-            store.release()
+        worker.let_go()
 
 
 def _host_share(

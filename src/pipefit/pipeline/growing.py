@@ -20,7 +20,7 @@ from pipefit.errors import CommunicationError, PipefitError, is_lost_peer
 from pipefit.pipeline.callbacks import Callbacks
 from pipefit.pipeline.facts import structure_of
 from pipefit.pipeline.rearrange import rearrange, why_stays
-from pipefit.pipeline.repairable import why_not
+from pipefit.pipeline.repairable import why_fixed, why_not
 from pipefit.planner import plan_without
 from pipefit.runtime.collectives import exchange
 from pipefit.runtime.faults import note
@@ -55,6 +55,8 @@ class Growing:
             return "the training is not in the first fit of one pipeline"
         if pipe.rebalancer is not None:
             return "layers move between the ranks (rebalance)"
+        if why := why_fixed(self._whole):
+            return why
         reasons = [why_stays(layer) for layer in pipe.layers]
         return next(filter(None, reasons), "")
 

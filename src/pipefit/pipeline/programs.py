@@ -49,7 +49,9 @@ class Programs:
             shape = shape_of(self.plan, num_steps=num_updates, ties=self._ties)
             shape = spilled_shape(shape, self._spill)
             clip = needs_norm(self._training, self._schedule, shape)
-            program = self._schedule(replace(shape, clip=clip, commit=not why_not(self.plan)))
+            # Where copies share weights, a step is committed with its copy in memory.
+            commit = self.plan.shard == "none" and not why_not(self.plan)
+            program = self._schedule(replace(shape, clip=clip, commit=commit))
             verify(program).raise_if_bad()
             self._known[num_updates] = program
         return self._known[num_updates]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.checkpoint.manifest import Optimization
-from pipefit.checkpoint.memory import Here, steps_in
+from pipefit.checkpoint.memory import Here, forget_newer, steps_in
 from pipefit.checkpoint.moving import (
     WEIGHT,
     Belongings,
@@ -35,6 +35,7 @@ from pipefit.checkpoint.moving import (
 )
 from pipefit.checkpoint.optim import Read, optimization_of, parameter_and_key, read_of, restore_optimizer
 from pipefit.checkpoint.sharded import OPTIM
+from pipefit.checkpoint.state import tensors_of
 from pipefit.errors import DisagreementError, ModelError, PipefitError, PlanError
 from pipefit.ir.program import Header
 from pipefit.parallel.alike import differences
@@ -110,6 +111,9 @@ def rearrange(pipe: Any, plan: Plan, session: Session | None = None, proved: Pro
     the user's modules and the optimizers stay the same objects, and so does the learning-rate schedule of a stage whose
     weights stay together. What a module keeps in other attributes than parameters and buffers does not move.
 
+    Where copies of a stage share its weights, and ranks are lost, all weights and states come from the copies of this
+    step in memory. After an error the training is then lost.
+
     Args:
         pipe: that is trained.
         plan: for the processes of the session; its ranks are the session's.
@@ -126,9 +130,10 @@ def rearrange(pipe: Any, plan: Plan, session: Session | None = None, proved: Pro
     session = session or pipe.session
     if session is pipe.session:
         session.settle()
+    is_restored = session is not pipe.session and pipe.plan.shard != "none"
     settle(pipe.device)  # the last step of a GPU may still run
     with session.at(MEETING):
-        following, held = _prepared(pipe, plan, session, proved)
+        following, held = _prepared(pipe, plan, session, proved, is_restored)
         header = following.programs.shortest().header
         ranks_of = [following.ranks]
         if session.is_distributed:
@@ -136,17 +141,22 @@ def rearrange(pipe: Any, plan: Plan, session: Session | None = None, proved: Pro
         now = [_layers_of(following.plan, header, ranks) for ranks in ranks_of]
         moves = moves_of(pipe.layers, held, now)
         gains = {(layer, process) for process, own in enumerate(now) for layer in own if layer not in held[process]}
-        copies = _checked_sources(pipe, session, moves, {layer for layer, _ in gains})
+        copies = _checked_sources(pipe, session, moves, {layer for layer, _ in gains}, is_restored)
         for worker in pipe.workers:
             worker.forget_pass()
             worker.train(True)
+            if is_restored:
+                worker.let_go()
         own = now[session.rank]
         give_memory([layer for layer in pipe.layers if layer.index in own], pipe.device, pipe.layers)
         moved = _moved(pipe, session, moves, bool(gains))
+        if is_restored:
+            # Those of this process may be of a step that was not committed.
+            moved = moved._replace(records=())
         moved = _with_copies(pipe, session, moves, moved, copies)
         built: list[tuple[list[Worker], list[Callable[[], None]]]] = []
         try:
-            agree(session, attempt(lambda: built.append(_built(pipe, following, moved))), ModelError)
+            agree(session, attempt(lambda: built.append(_built(pipe, following, moved, is_restored))), ModelError)
         except PipefitError as problem:
             if session.is_distributed:
                 forget_others(pipe.layers, set(held[session.rank]))
@@ -161,12 +171,15 @@ def rearrange(pipe: Any, plan: Plan, session: Session | None = None, proved: Pro
 # ---- prepare -------------------------------------------------------------------------------------------------------
 
 
-def _prepared(pipe: Any, plan: Plan, session: Session, proved: Programs | None) -> tuple[_Next, list[list[int]]]:
-    """The plan with its proved program, and the layers that each process has; all processes agree on them."""
+def _prepared(
+    pipe: Any, plan: Plan, session: Session, proved: Programs | None, is_restored: bool
+) -> tuple[_Next, list[list[int]]]:
+    """The plan with its proved program, and the layers whose state each process has; all processes agree on them."""
     found: list[_Next] = []
 
     def prepare() -> dict[str, Any]:
-        _refuse_unmovable(pipe, plan)
+        if not is_restored:
+            _refuse_unmovable(pipe, plan)
         own = fitted(plan, pipe.given.work, session)
         programs = proved
         if programs is None or programs.plan != own:
@@ -180,6 +193,8 @@ def _prepared(pipe: Any, plan: Plan, session: Session, proved: Programs | None) 
         alike = facts_of_plan(own) | {"program": program.digest, "step": pipe.num_updates}
         alike |= {"micro-batches trained": state["ordinal"], "loss scale": state["loss_scale"]}
         held = {layer.index for worker in pipe.workers for stage in worker.stages.values() for layer in stage.layers}
+        if is_restored:
+            held = set()
         return {"alike": alike, "held": sorted(held), "metrics": pipe.engine.metric_names}
 
     every = agree(session, attempt(prepare), PlanError)
@@ -210,7 +225,9 @@ def _layers_of(plan: Plan, header: Header, ranks: Sequence[int]) -> list[int]:
     return sorted(layer for stage in stages for layer in plan.partition.stages[stage].layers)
 
 
-def _checked_sources(pipe: Any, session: Session, moves: Sequence[Move], gained: Collection[int]) -> Here:
+def _checked_sources(
+    pipe: Any, session: Session, moves: Sequence[Move], gained: Collection[int], is_restored: bool = False
+) -> Here:
     """The copies of the last step in the memory of this machine, where no process has some of what moves.
 
     Raises:
@@ -223,6 +240,8 @@ def _checked_sources(pipe: Any, session: Session, moves: Sequence[Move], gained:
     lost = [move for move in moves if move.source is None]
     if lost and pipe.recovery is not None and pipe.recovery.folder is not None:
         copies = steps_in(pipe.recovery.folder, step, step).get(step, copies)
+        if is_restored and session.rank == 0:
+            forget_newer(pipe.recovery.folder, step)
 
     def check() -> None:
         for layer in pipe.layers:
@@ -230,6 +249,8 @@ def _checked_sources(pipe: Any, session: Session, moves: Sequence[Move], gained:
                 raise PlanError(why)
         # Buffers that no state holds stay in every process, unless the model was made without memory.
         absent = {name for layer in pipe.layers for name, tensor in named_tensors(layer) if tensor.is_meta}
+        if is_restored:
+            absent |= tensors_of(pipe.layers).keys()
         for name, _, target in lost:
             if target == session.rank and name in absent and name not in copies.saved:
                 raise PipefitError(
@@ -312,7 +333,9 @@ def _modes_of(workers: Sequence[Worker]) -> dict[int, list[bool]]:
 # ---- build ---------------------------------------------------------------------------------------------------------
 
 
-def _built(pipe: Any, following: _Next, moved: _Moved) -> tuple[list[Worker], list[Callable[[], None]]]:
+def _built(
+    pipe: Any, following: _Next, moved: _Moved, is_restored: bool
+) -> tuple[list[Worker], list[Callable[[], None]]]:
     """The workers of a plan, and the functions that restore the optimizers of those stages that have new ones.
 
     Raises:
@@ -321,8 +344,9 @@ def _built(pipe: Any, following: _Next, moved: _Moved) -> tuple[list[Worker], li
     plan = following.plan
     header = following.programs.shortest().header
     kept: dict[tuple[int, ...], Stepped] = {}
-    for worker in pipe.workers:
-        kept |= worker.stepped()
+    if not is_restored:
+        for worker in pipe.workers:
+            kept |= worker.stepped()
     of_before = {id(one.optimizer) for one in kept.values()}
     # The copies of a stage in one process must not share their states.
     reader = read_of if following.session.is_distributed else _read_copy_of

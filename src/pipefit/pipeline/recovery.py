@@ -24,6 +24,7 @@ from pipefit.errors import PipefitError
 from pipefit.pipeline.callbacks import Checkpoints, Record
 from pipefit.pipeline.loaders import has_position, number_of
 from pipefit.pipeline.loggers import Logger, entries_of, json_log
+from pipefit.pipeline.repairable import why_not
 from pipefit.runtime.collectives import from_first
 from pipefit.runtime.faults import IN_PLACE, note, noted
 from pipefit.runtime.outliving import outliving_folder
@@ -86,8 +87,11 @@ class Recovery:
         """Follows the plan that the training has now; one that was copied in memory still is."""
         self._session = session
         self._memory = memory_of(self._pipe, self.folder, self._pipe.schedule.is_synchronous, self.every)
+        self._pipe.loop.memory = None
         if self._memory:
             self.every = self._memory.every
+        if self.every == 1 and not why_not(self._pipe.plan):
+            self._pipe.loop.memory = self._memory
 
     def _own_folder(self) -> Path | None:
         """The folder in memory of this training, among those of a script."""
@@ -183,6 +187,9 @@ class Recovery:
             most = math.inf
         else:
             most = self._pipe.state.last_step - 1
+        if self._pipe.plan.shard != "none" and known:
+            # A step is committed with its copy, before its loss is in the log.
+            most = min(most, max(map(int, known)))
         found = self._checkpoints(folder)
         found = [path for path in found if before < step_of(path) <= most]
         newest = max([step_of(path) for path in found[:1]] + [before + 1])
@@ -244,7 +251,7 @@ class Recovery:
             if faults and now >= faults[-1]["time"]:
                 facts["seconds"] = now - faults[-1]["time"]
             note(folder, now, **facts, start=start)
-        if self._memory is not None and record.step == self._pipe.num_updates:
+        if self._memory is not None and record.step == self._pipe.num_updates != self._pipe.loop.copied:
             self._memory.keep()
 
 

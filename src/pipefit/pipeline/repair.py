@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from pipefit.errors import PipefitError, PlanError
+from pipefit.errors import CommunicationError, PipefitError, PlanError
 from pipefit.pipeline.growing import Growing, without
 from pipefit.pipeline.programs import Programs
 from pipefit.pipeline.rearrange import rearrange
@@ -54,7 +54,10 @@ class Repair:
             plan = pipe.plan
             for loss in missed:
                 plan = _without(pipe, plan, loss.lost)
-            rearrange(pipe, plan, session)
+            try:
+                rearrange(pipe, plan, session)
+            except PipefitError as why:
+                raise CommunicationError(f"the run does not go on without the lost ranks: {why}") from None
             self._known += len(missed)
 
     def prepare(self) -> None:
@@ -80,7 +83,11 @@ class Repair:
         pipe = self._pipe()
         if pipe is None:
             raise PipefitError("the pipeline is gone")
-        pipe.loop.check_repeatable()
+        memory = pipe.loop.memory
+        if pipe.plan.shard == "none":
+            pipe.loop.check_repeatable()
+        elif memory is None or not memory.is_newest():
+            raise PipefitError("copies of a stage share its weights, and the last step has no copy in memory")
         prepared = pipe.programs.without.get(tuple(loss.lost))
         self._following = prepared or _programs_without(pipe, loss.lost)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from msgspec.structs import replace
 
+from pipefit.checkpoint.memory import Memory
 from pipefit.checkpoint.run_state import RunState
 from pipefit.errors import DataError, ModelError, NonFiniteLossError, PipefitError
 from pipefit.ir.program import Program
@@ -83,6 +84,8 @@ class TrainingLoop:
         metrics: that the loss returned, of the last step or evaluation.
         held_bytes: peak bytes of tensors of this process in one pass; None: not measured yet.
         moved_bytes: in the last pass, to other ranks, and to the processes that share this one's rank.
+        memory: copies the training after each step of `fit`; None: not after each one.
+        copied: number of the last step, where it was committed with its copy.
     """
 
     def __init__(
@@ -100,6 +103,8 @@ class TrainingLoop:
         self.callbacks = Callbacks((), self._stop)
         self.metrics: dict[str, float] = {}
         self.moved_bytes = (0.0, 0.0)
+        self.memory: Memory | None = None
+        self.copied = -1
         # The times of the last passes over the newest program, by rank.
         self._newest: Program | None = None
         self._passes: deque[dict[int, Times]] = deque(maxlen=_KEPT_PASSES)
@@ -358,8 +363,26 @@ class TrainingLoop:
         return runs
 
     def _once(self, num_steps: int, feed: Feed) -> list[Execution]:
-        """Runs the program of some updates, measures the memory if due, and counts the updates."""
+        """Runs the program of some updates; where copies share weights, all ranks then have it in memory, or none.
+
+        Without the part of a lost rank the others could go neither on nor back.
+        """
         self._committed = None
+        self.copied = -1
+        repairs = self._engine.session.repairs
+        is_shared = self._program_of(num_steps).header.shard != "none"
+        if repairs is None or self.memory is None or not (is_shared and self.callbacks):
+            return self._counted(num_steps, feed)
+        with self.memory.stepping(), self._state.attempted():
+            runs = self._counted(num_steps, feed)
+            with repairs.inside():
+                self.memory.keep()
+            self._commit(runs[0])()
+        self.copied = self._state.num_updates
+        return runs
+
+    def _counted(self, num_steps: int, feed: Feed) -> list[Execution]:
+        """Runs the program of some updates, measures the memory if due, and counts the updates."""
         program = self._program_of(num_steps)
         workers = self._engine.workers
         if self._engine.session.repairs is not None:

@@ -64,11 +64,15 @@ def plan_without(
     stages = []
     for stage, ranks in zip(plan.partition.stages, placement, strict=True):
         stages.append(msgspec.structs.replace(stage, replicas=len(ranks)))
+    shard = plan.shard
+    if all(len(ranks) == 1 for ranks in placement):
+        shard = "none"
     rest = msgspec.structs.replace(
         plan,
         partition=Partition(tuple(stages)),
         placement=Placement(placement),
         data=1,
+        shard=shard,
         shares=(),
         prediction=None,
         candidates=(),

@@ -53,7 +53,6 @@ class Engine:
     def __init__(self, workers: Sequence[Worker], num_stages: int, session: Session, device: torch.device) -> None:
         self.session = session
         self.device = device
-        self.is_lost = False
         self.metric_names: tuple[str, ...] | None = None
         self._between: DistributedTransport | None = None
         self._moments = Moments(device) if is_accelerator(device) else None
@@ -70,6 +69,7 @@ class Engine:
             session: the ranks of the run.
         """
         self.workers = list(workers)
+        self.is_lost = False
         self.executions: list[Execution] = []
         self._prepared: set[str] = set()
         if self._between is not None and session is self.session:

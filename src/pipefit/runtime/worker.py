@@ -209,6 +209,11 @@ class Worker:
         for buckets in self.buckets.values():
             buckets.forget_pass()
 
+    def let_go(self) -> None:
+        """Gives all weights memory of their own, in place of the stores, which cannot be used afterwards."""
+        for store in self.stores.values():
+            store.release()
+
     def presence(self, stage: int, optim: bool = False, change: bool = False) -> AbstractContextManager[None]:
         """The context, between programs, in which a stage is on the device; see `Store.present`."""
         return self.stores[stage].present(optim, change)
