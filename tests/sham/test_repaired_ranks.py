@@ -12,20 +12,21 @@ pytestmark = [pytest.mark.gpu, pytest.mark.dist]
 
 
 @pytest.mark.parametrize(
-    "faults",
+    ("options", "faults"),
     [
         # At the commit point; then the other copy, whose stage comes from the memory of the machine.
-        [Fault(0, "barrier", 2), Fault(2, "fwd", 4)],
-        [Fault(3, "bwd", 2), Fault(2, "step", 4)],
+        (COPIES, [Fault(0, "barrier", 2), Fault(2, "fwd", 4)]),
+        (COPIES, [Fault(3, "bwd", 2), Fault(2, "step", 4)]),
+        (COPIES | {"shard": "weights"}, [Fault(1, "bwd", 2), Fault(2, "fwd", 4)]),
     ],
-    ids=["barrier, forward", "backward, step"],
+    ids=["barrier, forward", "backward, step", "shared weights"],
 )
-def test_the_ranks_that_are_left_go_on_with_their_gpus(faults, tmp_path, caplog) -> None:
+def test_the_ranks_that_are_left_go_on_with_their_gpus(options, faults, tmp_path, caplog) -> None:
     place = tmp_path / "whole"
     place.mkdir()
     expected = repaired(str(place), COPIES, [])
-    options = {"folder": tmp_path / "logs", "quiet": True, "recover": 2, "deadline_s": 60}
-    found = launch(repaired, 4, str(tmp_path), COPIES, faults, **options)
+    settings = {"folder": tmp_path / "logs", "quiet": True, "recover": 2, "deadline_s": 60}
+    found = launch(repaired, 4, str(tmp_path), options, faults, **settings)
     assert len(found) == 2 and all(is_same(one, expected) for one in found)
     # No process was started in addition to the first four.
     assert len([path for path in tmp_path.iterdir() if path.name.isdecimal()]) == 4
