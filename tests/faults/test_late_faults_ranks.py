@@ -197,13 +197,11 @@ def test_a_run_whose_layers_move_survives_losses_at_random_moments(shape: str, t
 def test_some_of_these_trials_end_well(tmp_path: Path) -> None:
     """A loss between a step and the look at its times once ended the run."""
     growths = Trials("1f1b", tmp_path, grow, grow=True)
-    growths.plain([Fault(1, False, "step 2", 0.0)])
     moves = Trials("1f1b", tmp_path, move)
     for name, trials, faults in (
         ("a death as another process enters", growths, [Fault(0, False, "step 2", 0.0), Fault(2, False, ENTRY, 0.02)]),
         ("a death before the process enters", growths, [Fault(1, False, "step 2", 0.0), Fault(1, True, START, 0.01)]),
-        ("a death before the times are compared", moves, [Fault(2, False, "step 16", 0.0)]),
-        ("a death before layers move", moves, [Fault(2, False, MOVE, 0.0)]),
+        ("a death before a look, and a move", moves, [Fault(2, False, "step 16", 0.0), Fault(1, False, MOVE, 0.0)]),
     ):
         ending, wrong, unlike = trials.wrong(name, Job("1f1b", faults))
         assert ending != "nobody was lost" and not wrong and not unlike
