@@ -125,6 +125,17 @@ def test_timelines_are_taken_all_along_but_not_among_the_last_steps(steps, every
     assert callback.every == every and pipe.asked == asked
 
 
+def test_a_timeline_that_cannot_be_written_ends_no_training(tmp_path, monkeypatch, caplog):
+    def full(*_):
+        raise PipefitError("measured.trace.json: cannot be written: No space left on device")
+
+    monkeypatch.setattr(following, "save_trace", full)
+    pipe = Recorder()
+    pipe.rank = 0
+    LatestTimeline(pipe, tmp_path, 100).step(type("Record", (), {"step": 10}))
+    assert pipe.asked == 1 and "No space left on device; training goes on without it" in caplog.text
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The folder of a small run, whose measurements are small."""

@@ -92,10 +92,10 @@ def train(shape: str, place: str, deaths: list[Death]) -> Trained:
     seconds = time.perf_counter() - begun
     weights = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
     pipe.close()
-    return Trained(losses, weights, len(count), seconds, _num_sockets())
+    return Trained(losses, weights, len(count), seconds, num_sockets())
 
 
-def _num_sockets() -> int:
+def num_sockets() -> int:
     """Open sockets of this process: those of groups that were left are closed."""
     links = Path("/proc/self/fd").iterdir()
     return sum(str(link.readlink()).startswith("socket:") for link in links if link.is_symlink())

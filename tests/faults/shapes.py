@@ -1,6 +1,8 @@
 """The small trainings that faults are tried on, and the places in them where a fault can come."""
 
+import gc
 import hashlib
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -113,6 +115,22 @@ def digest(pipe: Pipeline) -> str:
 def is_there(pid: int) -> bool:
     """Whether a process is there, and has not ended."""
     return state_of(pid) != "ended"
+
+
+def left_by(folder: Path) -> list[str]:
+    """Processes of a run that are still there, and its folder in the memory of the machine."""
+    found = [str(child.pid) for child in multiprocessing.active_children()]
+    for path in folder.glob("*.pid"):
+        found += [path.stem] * is_there(int(path.stem))
+        memory = path.read_text()
+        found += [memory] * Path(memory).exists()
+    return found
+
+
+def descriptors() -> int:
+    """Open ones of this process, once the objects of earlier runs are gone."""
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def sampled(all_places: Sequence[tuple[int, str]], signals: Sequence[str], every: bool) -> Iterator[tuple[Place, str]]:

@@ -1,8 +1,6 @@
 """Ranks that die at random moments, in trainings with copies: the run ends, with the numbers of an undisturbed one."""
 
-import gc
 import logging
-import multiprocessing
 import os
 import random
 import shutil
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.faults.dying_jobs import RANKS, SHAPES, SHARED, Death, Trained, train
-from tests.faults.shapes import is_there
+from tests.faults.shapes import descriptors, left_by
 
 from pipefit.runtime.faults import noted
 from pipefit.runtime.launch import launch
@@ -44,22 +42,6 @@ def run(shape: str, folder: Path, deaths: list[Death]) -> list[Trained]:
         train, RANKS[shape], shape, str(folder), deaths, folder=folder / "logs", threads=1, quiet=True, recover=2
     )
     return [one for one in found if one is not None]
-
-
-def left_by(folder: Path) -> list[str]:
-    """Processes of a run that are still there, and its folder in the memory of the machine."""
-    found = [str(child.pid) for child in multiprocessing.active_children()]
-    for path in folder.glob("*.pid"):
-        found += [path.stem] * is_there(int(path.stem))
-        memory = path.read_text()
-        found += [memory] * Path(memory).exists()
-    return found
-
-
-def descriptors() -> int:
-    """Open ones of this process, once the objects of earlier runs are gone."""
-    gc.collect()
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def ending(shape: str, found: list[Trained], faults: list[str]) -> str:

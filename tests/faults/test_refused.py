@@ -14,6 +14,7 @@ from torch import nn
 from pipefit import Pipeline
 from pipefit.cli import main
 from pipefit.errors import PipefitError
+from pipefit.runtime.outcomes import outcome_of
 from pipefit.spec import Plan
 from pipefit.spill.arena import aligned
 from pipefit.spill.tier_store import TierStore
@@ -196,3 +197,13 @@ def test_two_studies_or_tiers_in_one_folder_are_refused(trial, tmp_path):
         TierStore(tmp_path)
     trial("two runs in one folder", str(refused.value), well=True, named=str(tmp_path) in str(refused.value))
     tier.close()
+
+
+def test_an_error_is_reported_where_its_log_is_on_a_full_disk():
+    """The rank once died of the full disk, and its own error was in no message."""
+
+    def refuse() -> None:
+        raise PipefitError("the cause")
+
+    kind, problem = outcome_of(refuse, (), Path("/dev/full"))
+    assert kind == "refused" and str(problem) == "the cause"

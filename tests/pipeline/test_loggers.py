@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 import pipefit as pf
 from pipefit.errors import PipefitError
 from pipefit.pipeline import loggers
+from pipefit.pipeline.callbacks import Record
 from pipefit.runtime.launch import launch
 
 
@@ -99,6 +101,27 @@ def test_of_several_processes_the_first_writes(tmp_path):
     launch(logged, 2, str(tmp_path), threads=1)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 6 and len(json.loads(lines[0])["memory_bytes"]) == 2
+
+
+@pytest.mark.parametrize("lost", [21, 22])
+def test_another_process_writes_on_where_the_first_one_is_lost(lost, tmp_path, monkeypatch):
+    """It once removed the loss of a step of which it only had the evaluation."""
+    place = tmp_path / "log.jsonl"
+    logs = [pf.json_log(place), pf.json_log(place)]
+    session = SimpleNamespace(rank=0)
+    monkeypatch.setattr("pipefit.runtime.session.current", lambda: session)
+    for step in range(1, 31):
+        session.rank = 0
+        if step == lost:
+            logs.pop(0)
+        for log in logs:
+            log.step(Record(step, float(step)))
+            if step % 2 == 0:
+                log.evaluation(Record(step, float(step), held_out_loss=0.5))
+            session.rank = 1
+    lines = list(loggers.entries_of(place))
+    assert [line["loss"] for line in lines if "loss" in line] == list(range(1, 31))
+    assert [line["step"] for line in lines if "held_out_loss" in line] == list(range(2, 31, 2))
 
 
 def test_a_package_that_is_missing_is_named_with_its_command(monkeypatch, tmp_path):

@@ -12,6 +12,8 @@ from pipefit import Checkpoints
 from pipefit.checkpoint import commit
 from pipefit.checkpoint.memory import EVERY, recall
 from pipefit.pipeline import request
+from pipefit.pipeline.callbacks import Record
+from pipefit.pipeline.loggers import csv_log
 from pipefit.runtime.meeting import MEMORY
 from pipefit.runtime.session import current
 
@@ -54,6 +56,17 @@ def train_and_die_while_saving(place: str) -> Result:
 
     commit.write_tensors = dying
     return train(place, {}, None)
+
+
+def train_and_die_before_the_log(place: str) -> list[float]:
+    """All ranks die in a callback of the third step, and its log follows."""
+    pipe = jobs.pipeline(schedule="data-parallel")
+
+    def die(record: Record) -> None:
+        if record.step == 3 and not current().start.restart:
+            kill()
+
+    return pipe.fit(jobs.batches(5), callbacks=[die, csv_log(f"{place}/log.csv")])
 
 
 def train_by_measured_plan(fault: tuple[str, int, int, int]) -> tuple[int, ...]:

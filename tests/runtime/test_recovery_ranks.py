@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.faults import recovered_jobs
+from tests.faults.repaired_jobs import steps_in
 from tests.runtime import jobs, recovery_jobs
 
 from pipefit.ir.op import Op
@@ -125,6 +126,14 @@ def test_with_copies_of_the_pipeline_no_step_is_lost_and_no_disk_is_read(rank, t
         _same(found, expected)
     recovery = noted(tmp_path)[1]
     assert (recovery["resumed"], recovery["source"], recovery["lost"]) == (6, "memory", 0)
+
+
+def test_no_log_lacks_the_step_after_which_a_run_resumes(tmp_path):
+    """A copy in memory was once made before the log of a user was called."""
+    launch(recovery_jobs.train_and_die_before_the_log, 2, str(tmp_path), folder=tmp_path, quiet=True, recover=1)
+    assert steps_in(tmp_path / "log.csv") == ["1", "2", "3", "4", "5"]
+    recovery = noted(tmp_path)[1]
+    assert (recovery["resumed"], recovery["source"]) == (2, "memory")
 
 
 def test_the_memory_is_free_again_after_the_run(tmp_path):

@@ -28,6 +28,7 @@ _HELD_OUT = "held_out_"
 """Prefix of the metrics of an evaluation."""
 
 _MOST_UNWRITTEN = 8
+"""Steps."""
 
 Write = Callable[[int, Mapping[str, Any]], Any]
 """Writes the figures of a step by name: numbers, and tuples of numbers."""
@@ -84,7 +85,7 @@ class Logger:
         if current().rank != 0:
             # What rank 0 may not have written yet, if it is lost now. This rank may have been the first.
             self._write = None
-            self._waiting = self._waiting[-_MOST_UNWRITTEN:]
+            self._waiting = [entry for entry in self._waiting if entry[0] > step - _MOST_UNWRITTEN]
             return
         self.begin(self._waiting[0][0])
         if self._write is None:

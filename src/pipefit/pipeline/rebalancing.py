@@ -83,7 +83,8 @@ class Rebalancer:
         if self._has_ended or record.step % self.every or record.step != pipe.num_updates:
             return
         passes = pipe.loop.own_passes(self.every)
-        if len(passes) < self.every:
+        # After the step a rank may have been lost: then the passes are those of the plan before.
+        if len(passes) < self.every or not pipe.loop.has_run(pipe.program):
             return
         if self._policy is None or self._policy.plan != pipe.plan:
             # The first window, or a rank was lost and the run goes on by another plan.

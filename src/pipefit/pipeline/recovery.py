@@ -108,7 +108,7 @@ class Recovery:
 
     def begin(self, asked: Fit) -> Fit:
         """Begins a `fit`; the first one of a run that was started again resumes. Every rank must call it."""
-        asked = asked._replace(callbacks=[self, *asked.callbacks])
+        asked = asked._replace(callbacks=[self, *asked.callbacks, self.copy])
         self.first = None
         if self._is_first_fit:
             self.first = asked
@@ -232,10 +232,7 @@ class Recovery:
     # ---- the callback ----------------------------------------------------------------------------------------------
 
     def step(self, record: Record) -> None:
-        """Logs a step's loss, notes a recovery after its first step, and copies the training in memory if it is due.
-
-        The loss comes first: no step from which a run resumes lacks it.
-        """
+        """Logs a step's loss, and notes a recovery after its first step."""
         if self._log is not None:
             self._log.step(record)
         facts: dict[str, Any] = {}
@@ -251,6 +248,9 @@ class Recovery:
             if faults and now >= faults[-1]["time"]:
                 facts["seconds"] = now - faults[-1]["time"]
             note(folder, now, **facts, start=start)
+
+    def copy(self, record: Record) -> None:
+        """Copies the training in memory if it is due, after all other callbacks: their logs have the step, too."""
         if self._memory is not None and record.step == self._pipe.num_updates != self._pipe.loop.copied:
             self._memory.keep()
 

@@ -452,6 +452,10 @@ class TrainingLoop:
             run.read_times()
         return list(self._passes)[-last:]
 
+    def has_run(self, program: Program) -> bool:
+        """Whether the last passes are of a program."""
+        return self._newest is program
+
     def timeline(self, last: int) -> Timeline:
         """The last passes of all ranks, times in seconds since the first of them began.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,6 +15,8 @@ from pipefit.pipeline.callbacks import Record
 from pipefit.run.report_page import check_folder, page_of
 from pipefit.run.result import MEASURED, METRICS, RESULT
 from pipefit.timeline import save_trace
+
+_log = logging.getLogger("pipefit.logs")
 
 _HOST = "127.0.0.1"
 _LAST = 8
@@ -43,7 +46,10 @@ class LatestTimeline:
         if record.step % self.every == 0 and record.step <= self._steps - _LAST:
             timeline = self._pipe.timeline()
             if self._pipe.rank == 0:
-                save_trace(timeline, self._path)
+                try:
+                    save_trace(timeline, self._path)
+                except PipefitError as problem:
+                    _log.warning("%s; training goes on without it", problem)
 
 
 def server_of(folder: Path, port: int) -> ThreadingHTTPServer:

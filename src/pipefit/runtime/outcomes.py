@@ -80,7 +80,7 @@ def outcome_of(function: Callable[..., Any], args: Sequence[Any], log: Path) -> 
         session.leave()
         return outcome
     except BaseException as problem:
-        with log.open("a") as file:
+        with contextlib.suppress(OSError), log.open("a") as file:  # a full disk is not the cause
             traceback.print_exc(file=file)
         if is_lost_peer(problem):
             return "later", f"{type(problem).__name__}: {problem}"
