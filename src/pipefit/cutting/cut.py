@@ -121,12 +121,13 @@ def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = N
 
 
 class Layers(NamedTuple):
-    """A model as layers, with its own loss if it has one; see `Cut`. An example may have proved them."""
+    """A model as layers, with its own loss if it has one, and its `Cut`. An example may have proved them."""
 
     layers: Sequence[NamedLayer]
     loss: Callable[[Any, Any], Tensor] | None = None
     weigh: Callable[[Any], float] | None = None
     is_proved: bool = True
+    whole: Cut | None = None
 
 
 def as_layers(model: Any, example: tuple[Any, Any] | None = None) -> Layers:
@@ -140,7 +141,7 @@ def as_layers(model: Any, example: tuple[Any, Any] | None = None) -> Layers:
         ModelError: it cannot be cut; or, with an example, its layers pass values aside.
     """
     if isinstance(model, Cut):
-        return Layers(model.layers, model.loss, model.weigh)
+        return Layers(model.layers, model.loss, model.weigh, whole=model)
     if not isinstance(model, nn.Module) or is_sequence(model):
         layers = named_layers(model)
         for layer in layers:

@@ -139,7 +139,6 @@ def rearrange(pipe: Any, plan: Plan, session: Session | None = None, proved: Pro
         copies = _checked_sources(pipe, session, moves, {layer for layer, _ in gains})
         for worker in pipe.workers:
             worker.forget_pass()
-            worker.train(True)
         own = now[session.rank]
         give_memory([layer for layer in pipe.layers if layer.index in own], pipe.device, pipe.layers)
         moved = _moved(pipe, session, moves, bool(gains))
