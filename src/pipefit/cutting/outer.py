@@ -42,6 +42,7 @@ class Variable(NamedTuple):
         put: sets it.
         is_read: code does more with it than to append to it, as a log.
         is_of_class: it is an attribute of a class, which any code may read.
+        is_default: it holds the default arguments of a function.
     """
 
     key: tuple[int, str]
@@ -50,6 +51,7 @@ class Variable(NamedTuple):
     put: Callable[[Any], None]
     is_read: bool = True
     is_of_class: bool = False
+    is_default: bool = False
 
 
 def outer_variables(model: nn.Module, modules: bool = False) -> list[Variable]:
@@ -84,7 +86,7 @@ def outer_variables(model: nn.Module, modules: bool = False) -> list[Variable]:
             # A class of modules besides its own, in whose attributes it may leave something.
             if isinstance(value, type) and issubclass(value, nn.Module):
                 kinds += value.__mro__
-            if holds_state(value) or (modules and isinstance(value, nn.Module)):
+            if variable.is_default or holds_state(value) or (modules and isinstance(value, nn.Module)):
                 found[variable.key] = variable
                 if variable.is_read:
                     read.add(variable.key)
@@ -126,7 +128,7 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[Variable, Any]]
         if value:
             get = functools.partial(getattr, function, name)
             put = functools.partial(setattr, function, name)
-            yield Variable((id(function), name), f"a default argument of {label}", get, put), value
+            yield Variable((id(function), name), f"a default argument of {label}", get, put, is_default=True), value
 
 
 def _getter(cell: Any) -> Callable[[], Any]:
