@@ -394,6 +394,28 @@ class Exporting(Skip):
         return h * 0.5 if torch.compiler.is_exporting() else h
 
 
+class _Noted(torch.autograd.Function):
+    """Adds up gradients in a buffer, for logs."""
+
+    @staticmethod
+    def forward(ctx, h, sums):
+        ctx.sums = sums
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.sums.add_(grad.abs().mean())
+        return grad, None
+
+
+class Noting(Skip):
+    def prepare(self):
+        self.register_buffer("sums", torch.zeros(()))
+
+    def change(self, h):
+        return _Noted.apply(h, self.sums)
+
+
 class OfNumpy(Skip):
     def change(self, h):
         return h * float(h.detach().numpy().mean())
@@ -426,6 +448,7 @@ def sequences(seed):
         (Remembering, rows, "an earlier forward left"),
         (Clamping, rows, "third.weight"),
         (Exporting, rows, "differs from the whole model's"),
+        (Noting, rows, "a buffer that the backward of the model's code writes"),
         (OfNumpy, rows, "OfNumpy"),
         (Forces, rows, "torch.autograd.grad, which its graph would lose"),
         (Doubling, rows, "second has a backward hook"),

@@ -121,12 +121,13 @@ def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = N
 
 
 class Layers(NamedTuple):
-    """A model as layers, with its own loss if it has one; see `Cut`. An example may have proved them."""
+    """A model as layers, with its own loss if it has one, and its `Cut`. An example may have proved them."""
 
     layers: Sequence[NamedLayer]
     loss: Callable[[Any, Any], Tensor] | None = None
     weigh: Callable[[Any], float] | None = None
     is_proved: bool = True
+    whole: Cut | None = None
 
 
 def as_layers(model: Any, example: tuple[Any, Any] | None = None) -> Layers:
@@ -140,11 +141,12 @@ def as_layers(model: Any, example: tuple[Any, Any] | None = None) -> Layers:
         ModelError: it cannot be cut; or, with an example, its layers pass values aside.
     """
     if isinstance(model, Cut):
-        return Layers(model.layers, model.loss, model.weigh)
+        return Layers(model.layers, model.loss, model.weigh, whole=model)
     if not isinstance(model, nn.Module) or is_sequence(model):
         layers = named_layers(model)
         for layer in layers:
             _refuse_sparse(layer.module, layer.dotted)
+            _refuse_lazy(f"layer {layer.name}", layer.module)
         with noticed(model):
             is_proved = example is not None and not is_meta(layers) and refuse_channels(layers, example[0])
         return Layers(layers, is_proved=is_proved)
@@ -158,8 +160,7 @@ def _as_it_is(output: Any) -> Any:
 def _found(model: nn.Module, example: Any, cuts: Paths | None, ways: _Ways) -> Cut:
     """The cut, found and proved with states of its own; nothing of them remains."""
     kind = type(model).__name__
-    if any(nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
-        raise ModelError(f"{kind} has weights without a shape yet: call it once on a batch before it is cut")
+    _refuse_lazy(kind, model)
     if any(_is_sparse(leaf) for leaf in pytree.tree_leaves(example)):
         raise _refusal(model, "its input has a sparse tensor, which has no micro-batches: make it dense")
     _refuse_sparse(model)
@@ -190,6 +191,11 @@ def _refusal(model: nn.Module, why: object) -> ModelError:
 
 def _is_sparse(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is not torch.strided
+
+
+def _refuse_lazy(name: str, model: nn.Module) -> None:
+    if any(nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
+        raise ModelError(f"{name} has weights without a shape yet: call it once on a batch before it is cut")
 
 
 def _refuse_sparse(model: nn.Module, prefix: str = "") -> None:

@@ -42,6 +42,7 @@ class Variable(NamedTuple):
         put: sets it.
         is_read: code does more with it than to append to it, as a log.
         is_of_class: it is an attribute of a class, which any code may read.
+        is_default: it holds the default arguments of a function.
     """
 
     key: tuple[int, str]
@@ -50,10 +51,16 @@ class Variable(NamedTuple):
     put: Callable[[Any], None]
     is_read: bool = True
     is_of_class: bool = False
+    is_default: bool = False
 
 
-def outer_variables(model: nn.Module) -> list[Variable]:
-    """The variables that the code of a model can keep state in, each once."""
+def outer_variables(model: nn.Module, modules: bool = False) -> list[Variable]:
+    """The variables that the code of a model can keep state in, each once.
+
+    Args:
+        model: the code.
+        modules: also variables that are modules, which keep state in attributes of their own.
+    """
     found: dict[tuple[int, str], Variable] = {}
     read: set[tuple[int, str]] = set()
     functions: list[Any] = []
@@ -79,10 +86,10 @@ def outer_variables(model: nn.Module) -> list[Variable]:
             # A class of modules besides its own, in whose attributes it may leave something.
             if isinstance(value, type) and issubclass(value, nn.Module):
                 kinds += value.__mro__
-            if variable is not None:
+            if variable.is_default or holds_state(value) or (modules and isinstance(value, nn.Module)):
                 found[variable.key] = variable
-            if variable is not None and variable.is_read:
-                read.add(variable.key)
+                if variable.is_read:
+                    read.add(variable.key)
     return [one._replace(is_read=key in read or one.is_of_class) for key, one in found.items()]
 
 
@@ -95,8 +102,8 @@ def _of_class(kind: type) -> Iterator[Variable]:
             yield Variable((id(kind), name), f"{kind.__name__}.{name}", get, put, is_of_class=True)
 
 
-def _of_function(function: types.FunctionType) -> Iterator[tuple[Variable | None, Any]]:
-    """The variables that a function reads outside of its arguments, with their values; None: it holds no state."""
+def _of_function(function: types.FunctionType) -> Iterator[tuple[Variable, Any]]:
+    """The variables that a function reads outside of its arguments, with their values."""
     label = function.__qualname__
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -106,7 +113,7 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[Variable | None
         put = functools.partial(setattr, cell, "cell_contents")
         key = id(cell), ""
         variable = Variable(key, f"{name} in {label}", _getter(cell), put, _reads(function.__code__, name))
-        yield variable if holds_state(value) else None, value
+        yield variable, value
     for name in _names(function.__code__):
         value = function.__globals__.get(name)
         if name in function.__globals__:
@@ -115,13 +122,13 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[Variable | None
             label = f"global {name} of {function.__module__}"
             key = id(function.__globals__), name
             variable = Variable(key, label, get, put, _reads(function.__code__, name))
-            yield variable if holds_state(value) else None, value
+            yield variable, value
     for name in ("__defaults__", "__kwdefaults__"):
         value = getattr(function, name)
         if value:
             get = functools.partial(getattr, function, name)
             put = functools.partial(setattr, function, name)
-            yield Variable((id(function), name), f"a default argument of {label}", get, put), value
+            yield Variable((id(function), name), f"a default argument of {label}", get, put, is_default=True), value
 
 
 def _getter(cell: Any) -> Callable[[], Any]:

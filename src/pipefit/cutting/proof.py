@@ -408,7 +408,7 @@ def _run_of_layers(layers: Sequence[NamedLayer], batch: Any, channels: Channels)
     payload = batch
     for number, layer in enumerate(layers):
         proves(number, len(layers))
-        _seed(number)
+        seed(number)
         given = own_copy(payload)
         with channels.inside(layer.name, number, payload):
             payload = layer.module(payload)
@@ -417,7 +417,8 @@ def _run_of_layers(layers: Sequence[NamedLayer], batch: Any, channels: Channels)
     return found
 
 
-def _seed(number: int) -> None:
+def seed(number: int) -> None:
+    """Seeds the random numbers of torch, Python and NumPy."""
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number)
@@ -431,7 +432,7 @@ def _refuse_other_alone(layers: Sequence[NamedLayer], states: States, runs: Sequ
         with states.used(states.fresh(own)):
             for run in runs:
                 given, wanted = run[number]
-                _seed(number)
+                seed(number)
                 try:
                     output = layer.module(own_copy(given))
                 except Exception as problem:

@@ -77,11 +77,16 @@ class _Pair:
         mine = self._after(payload)
         try:
             got = sums_of_gradients(self.model, payload)
+            left = self._after(())
             output = self.whole(batch)
             worst = worst_difference(mine, self._after(output))
             if worst is not None:
                 return f"its {self._mode} on other data differs from the whole model's by {worst}"
-            return compared_sums(got, sums_of_gradients(self.model, output))
+            wanted = sums_of_gradients(self.model, output)
+            worst = worst_difference(left, self._after(()))
+            if worst is not None:
+                return f"a buffer that the backward of the model's code writes differs by {worst}: its graph loses that"
+            return compared_sums(got, wanted)
         except RuntimeError as problem:
             return f"its backward fails: {problem}"
 

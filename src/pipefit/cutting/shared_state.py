@@ -1,4 +1,4 @@
-"""Python objects that layers of different stages share, in a sequence of layers that no example has proved.
+"""Python objects that layers of different stages share, or the loss, in a sequence that no example has proved.
 
     layer 1 ──► box.value = h          stage 0        in another process, or for another micro-batch,
     layer 4 ──► h + box.value          stage 1        box.value is another one
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pipefit.cutting.objects import data_of, named_parts
 from pipefit.cutting.outer import Variable, can_change, outer_variables
+from pipefit.cutting.states import OF_TORCH
 from pipefit.errors import ModelError
 from pipefit.spec.plan import Partition
 from pipefit.stage.split import NamedLayer
@@ -29,8 +30,6 @@ _FORWARDS = 2
 _DEPTH = 6
 _MOST = 10_000
 _PLAIN = bool | int | float | complex | str | bytes
-_OF_TORCH = set(vars(nn.Module()))
-"""Attributes of every module, its weights, buffers and hooks among them."""
 
 
 class Place(NamedTuple):
@@ -40,20 +39,22 @@ class Place(NamedTuple):
         name: a name for messages.
         content: gives the values that it holds now.
         is_buffer: it is a buffer of one of the layer's own modules.
+        is_log: the code that has it only appends to it.
     """
 
     name: str
     content: Callable[[], list[Any]]
     is_buffer: bool = False
+    is_log: bool = False
 
 
 class Shared(NamedTuple):
-    """A place that two layers of different stages have.
+    """A place that two layers of different stages have, or a layer and the loss.
 
     Attributes:
         mine: the place in the layer that runs.
-        other: the name of the other layer.
-        theirs: the place in the other layer.
+        other: the other layer, or the loss, for people.
+        theirs: the place there.
     """
 
     mine: Place
@@ -65,21 +66,28 @@ class Shared(NamedTuple):
         return [*self.mine.content(), *self.theirs.content()]
 
 
-def watch_shared(layers: Sequence[NamedLayer], partition: Partition, held: Sequence[Mapping[int, Stage]]) -> None:
-    """Lets the first forwards of layers fail that change what a layer of another stage has, too.
+def watch_shared(
+    layers: Sequence[NamedLayer], loss: Any, partition: Partition, held: Sequence[Mapping[int, Stage]]
+) -> None:
+    """Lets the first forwards of layers fail that change what a layer of another stage has, too, or the loss.
 
     Args:
         layers: all of the model, in order.
+        loss: of its output.
         partition: the layers of each stage.
         held: the stages of each rank of this process, by index.
     """
     if len(partition.stages) == 1:
         return
-    places = {layer.index: _places_of(layer) for layer in layers}
+    places = {layer.index: _places_of(layer.name, layer.module) for layer in layers}
+    of_loss = _places_of("loss", _holder(loss))
     for stages in held:
         for index, stage in stages.items():
             own = partition.stages[index].layers
-            others = {layer.name: places[layer.index] for layer in layers if layer.index not in own}
+            others = {"the loss": of_loss}
+            for layer in layers:
+                if layer.index not in own:
+                    others[f"layer {layer.name} of another stage"] = places[layer.index]
             for layer in stage.layers:
                 # A copy of a layer, as replicas have it, shares nothing with the others.
                 if layer.module is layers[layer.index].module:
@@ -93,7 +101,7 @@ def _shared(mine: Mapping[Any, Place], others: Mapping[str, Mapping[Any, Place]]
     found: dict[Any, Shared] = {}
     for other, theirs in others.items():
         for key in mine.keys() & theirs.keys():
-            if not (mine[key].is_buffer and theirs[key].is_buffer):
+            if not (mine[key].is_buffer and theirs[key].is_buffer) and not theirs[key].is_log:
                 found.setdefault(key, Shared(mine[key], other, theirs[key]))
     return list(found.values())
 
@@ -119,9 +127,9 @@ class _Watch:
             if not _is_same(before, after):
                 changed = f"{shared.mine.name}{_changed_key(before, after)}"
                 raise ModelError(
-                    f"layer {self._layer.name} changes {changed}, which layer {shared.other} of another stage has, "
-                    f"too, in {shared.theirs.name}: there, it is another one. Return the value as part of the output, "
-                    "or make one layer of both; if the other layer does not need it, pass example= so that it is proved"
+                    f"layer {self._layer.name} changes {changed}, which {shared.other} has, too, in "
+                    f"{shared.theirs.name}: there, it is another one. Return the value as part of the output, or make "
+                    "one layer of both; if nothing there needs it, pass example= so that it is proved"
                 )
         self._left -= 1
         if not self._left:
@@ -131,10 +139,18 @@ class _Watch:
                 hook.remove()
 
 
-def _places_of(layer: NamedLayer) -> dict[Any, Place]:
+def _holder(loss: Any) -> nn.Module:
+    """A module that has a loss, and the object of which it is a method."""
+    holder = nn.Module()
+    holder.loss = loss
+    holder.__dict__["owner"] = getattr(loss, "__self__", None)
+    return holder
+
+
+def _places_of(name: str, root: nn.Module) -> dict[Any, Place]:
     """The places that the code of a layer has, by keys that are the same for all who have them."""
     found: dict[Any, Place] = {}
-    modules = list(layer.module.named_modules(prefix=layer.name))
+    modules = list(root.named_modules(prefix=name))
     for path, module in modules:
         found[id(module)] = Place(path, partial(_attributes, module))
         for name, buffer in module.named_buffers(path, recurse=False):
@@ -142,11 +158,14 @@ def _places_of(layer: NamedLayer) -> dict[Any, Place]:
     for path, module in modules:
         for name, value in _named_attributes(module):
             _walk(f"{path}.{name}", value, found)
-    for variable in outer_variables(layer.module):
-        if variable.is_read:
-            found[variable.key] = Place(variable.name, partial(_value, variable))
-            _walk(variable.name, variable.get(), found)
-    return found
+    logs: dict[Any, Place] = {}
+    for variable in outer_variables(root, modules=True):
+        places = found
+        if not variable.is_read:
+            places = logs
+        places[variable.key] = Place(variable.name, partial(_value, variable))
+        _walk(variable.name, variable.get(), places)
+    return {key: place._replace(is_log=True) for key, place in logs.items()} | found
 
 
 def _value(variable: Variable) -> list[Any]:
@@ -154,7 +173,7 @@ def _value(variable: Variable) -> list[Any]:
 
 
 def _named_attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    return [(name, value) for name, value in vars(module).items() if name not in _OF_TORCH]
+    return [(name, value) for name, value in vars(module).items() if name not in OF_TORCH]
 
 
 def _attributes(module: nn.Module) -> list[Any]:
@@ -187,7 +206,7 @@ def _named_inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes_and_buffers(module: nn.Module) -> list[tuple[str, Any]]:
-    return [*_named_attributes(module), *module._buffers.items()]
+    return [*_named_attributes(module), *module._buffers.items(), *module._modules.items()]
 
 
 def _content(value: Any) -> list[Any]:

@@ -163,6 +163,10 @@ class Shell:
         """Training or evaluation mode of all that runs between the layers."""
         self.model.train(mode)
 
+    def with_modes(self) -> list[nn.Module]:
+        """Everything that has a mode of its own."""
+        return list(self.model.modules())
+
     def block(self, number: int) -> nn.Module | None:
         """The block that is a layer; None: what runs before or after the blocks."""
         if 0 < number <= len(self.blocks):

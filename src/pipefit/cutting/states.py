@@ -50,6 +50,9 @@ _SHARED = (
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 """The most frequent of them."""
 
+OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes of every module, its weights, buffers and hooks among them."""
+
 _CONTAINERS = frozenset((dict, OrderedDict, set, list))
 """Types of which every module has many that are empty, such as its hooks."""
 
@@ -206,6 +209,31 @@ def kept_outside(model: nn.Module) -> Iterator[None]:
                 parameter.data = data
             parameter.grad = grad
             parameter.requires_grad_(trains)
+
+
+@contextlib.contextmanager
+def attributes_kept(layers: Iterable[nn.Module], loss: Any = None) -> Iterator[None]:
+    """The context after which attributes of layers, and variables outside of them, are what they were.
+
+    Layers of a cut model are left alone: it was proved that nothing of a forward remains for the next one.
+
+    Args:
+        layers: a sequence; weights and buffers are the caller's.
+        loss: of its output, whose variables are kept, too.
+    """
+    root = nn.Module()
+    root.layers = nn.ModuleList(layers)
+    root.loss = loss
+    states = States(root)
+    state = None
+    if not any(hasattr(layer, "shell") for layer in root.layers):
+        with contextlib.suppress(ModelError):
+            state = states.fresh(())
+    if state is None:
+        yield
+        return
+    with states.used(state):
+        yield
 
 
 def fill_zeros(model: nn.Module) -> None:

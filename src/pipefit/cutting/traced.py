@@ -186,6 +186,10 @@ class Traced:
         """Training or evaluation mode."""
         self.training = mode
 
+    def with_modes(self) -> list[Traced]:
+        """Everything that has a mode of its own, besides the modules of its layers."""
+        return [self]
+
     @property
     def overwrites(self) -> bool:
         """Whether the model writes into the batch; the segments write into copies."""

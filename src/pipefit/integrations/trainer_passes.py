@@ -13,6 +13,7 @@ from pipefit.integrations.one_replica import from_rank
 from pipefit.integrations.split_losses import UNKNOWN, Batch, Split
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.runtime.microbatches import MicroBatch
+from pipefit.runtime.worker import evaluating
 from pipefit.schedules.forward import forward_only
 
 
@@ -57,10 +58,8 @@ def forward(pipe: Pipeline, split: Split, batch: Batch, only: str | None) -> dic
         found[mb] = {name: value.cpu() for name, value in output.items() if only in (None, name)}
         return 0.0
 
-    for worker in pipe.workers:
-        worker.train(False)
     program = forward_only(pipe.program.header, len(feed))
-    with torch.no_grad():
+    with evaluating(pipe.workers), torch.no_grad():
         pipe.engine.run(program, feed, keep, loss=_own_loss)
     own = dict(found)
     for rank in range(pipe.session.num_ranks):

@@ -234,6 +234,8 @@ class GradientBuckets:
             parameter = self.parameters[index]
             view = self._views[index]
             grad = parameter.grad
+            if grad is not None and grad.is_sparse:
+                grad = grad.to_dense()
             # In a slot each gradient is moved to its place when it is made.
             if grad is not None and grad is not view and _place_of(grad) != _place_of(view):
                 places.append(view)

@@ -194,7 +194,7 @@ def release_others(workers: Sequence[Worker], plan: Plan, given: GivenModel, ses
         held = {layer.index for worker in workers for stage in worker.stages.values() for layer in stage.layers}
         forget_others(layers, held)
     if not given.is_proved:
-        watch_shared(layers, plan.partition, [worker.stages for worker in workers])
+        watch_shared(layers, given.work.loss, plan.partition, [worker.stages for worker in workers])
 
 
 def _read_shared(

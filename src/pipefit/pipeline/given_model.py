@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from pipefit.cutting import as_layers
+from pipefit.cutting import as_layers, refuse_aside
 from pipefit.errors import ModelError
 from pipefit.parallel import Mesh
 from pipefit.profiling.workload import Workload
@@ -17,10 +18,12 @@ from pipefit.spec.options import Precision, Updates
 from pipefit.stage.accelerator import allow_tf32
 from pipefit.stage.compiler import backend_of
 from pipefit.stage.device import process_device
-from pipefit.stage.materialise import InitialiseLayer
+from pipefit.stage.materialise import InitialiseLayer, is_meta
 from pipefit.stage.optimizing import OptimizerMaker, check_scheduler
 from pipefit.stage.precision import TF32, first_scale, half_of
 from pipefit.stage.training import Loss, Training
+
+_log = logging.getLogger("pipefit.pipeline")
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,10 @@ class GivenModel:
         if loss is None:
             raise ModelError(f"{type(model).__name__} has no loss of its own: give loss=function(output, target)")
         layers = list(made.layers)
+        if isinstance(model, torch.nn.Module) and not model.training and current().rank == 0:
+            _log.warning("%s is in evaluation mode, and trains so: call train() on it before", type(model).__name__)
+        if example is not None and loss is not made.loss and not is_meta(layers):
+            refuse_aside(made.whole or [layer.module for layer in layers], loss, example)
         maker = OptimizerMaker(optimizer, layers, updates.no_decay)
         check_scheduler(updates.scheduler)
         if current().is_rehearsal:

@@ -20,6 +20,7 @@ from pipefit.runtime.engine import Engine
 from pipefit.runtime.executor import Execution
 from pipefit.runtime.microbatches import Weigh, feed_of, pair_of
 from pipefit.runtime.progress import LOSS
+from pipefit.runtime.worker import evaluating
 from pipefit.schedules.forward import forward_only
 
 _MORE = 6
@@ -163,27 +164,25 @@ def evaluate(
         measure = engine.mesh.metric(metric)
     else:
         measure = None
-    for batch in _compared(engine, batches):
-        x, y = pair_of(batch)
-        engine.check(x)
-        samples = samples_of(y)
-        if samples is None:
-            samples = 1
-        num = max(min(header.num_microbatches, samples), 1)
-        if weigh:
-            count = weigh(y)
-        else:
-            count = samples
-        feed = feed_of((x, y), num, 0, "eval", weigh)
-        for worker in engine.workers:
-            worker.train(False)
-        with torch.no_grad():
+    with evaluating(engine.workers), torch.no_grad():
+        for batch in _compared(engine, batches):
+            x, y = pair_of(batch)
+            engine.check(x)
+            samples = samples_of(y)
+            if samples is None:
+                samples = 1
+            num = max(min(header.num_microbatches, samples), 1)
+            if weigh:
+                count = weigh(y)
+            else:
+                count = samples
+            feed = feed_of((x, y), num, 0, "eval", weigh)
             runs = engine.run(forward_only(header, num), feed, measure)
-        sums = PendingLosses(engine, runs, num, 1, sum(value for run in runs for value in run.metrics))
-        loss += sums.wait()[0] * count
-        measured += sums.extra[0] * count
-        metrics.update({name: value * count for name, value in sums.metrics[0].items()})
-        total += count
+            sums = PendingLosses(engine, runs, num, 1, sum(value for run in runs for value in run.metrics))
+            loss += sums.wait()[0] * count
+            measured += sums.extra[0] * count
+            metrics.update({name: value * count for name, value in sums.metrics[0].items()})
+            total += count
     if not total:
         raise DataError("there is no data to evaluate: the iterable of batches is empty")
     return Evaluation(loss / total, measured / total, {name: value / total for name, value in metrics.items()})

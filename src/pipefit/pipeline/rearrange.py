@@ -144,7 +144,6 @@ def rearrange(pipe: Any, plan: Plan, session: Session | None = None, proved: Pro
         copies = _checked_sources(pipe, session, moves, {layer for layer, _ in gains}, is_restored)
         for worker in pipe.workers:
             worker.forget_pass()
-            worker.train(True)
             if is_restored:
                 worker.let_go()
         own = now[session.rank]

@@ -387,8 +387,6 @@ class TrainingLoop:
         workers = self._engine.workers
         if self._engine.session.repairs is not None:
             self._buffers = [(name, buffer, buffer._version) for name, buffer in self._saved_buffers()]
-        for worker in workers:
-            worker.train(True)
         # In the second pass of a synchronous schedule: then the optimizers have states.
         due = self.held_bytes is None and (len(self._newest_runs) > 0 or not self._schedule.is_synchronous)
         watch = None

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipefit.cost.kernels import kernels_s, timed
+from pipefit.cutting.states import attributes_kept
 from pipefit.errors import ModelError, ProfileError
 from pipefit.profiling.counting import KernelCount, pretended
 from pipefit.profiling.survey import bytes_of, saved_storages, storage_key, weighed
@@ -99,7 +100,7 @@ def analytic_profile(
     loss_s = 0.0
     if loss:
         goal = _form(target, dtype, batch, size)
-        with random_state_kept(torch.device("cpu")):
+        with random_state_kept(torch.device("cpu")), attributes_kept((), loss):
             loss_s = _loss_s(loss, costs[-1].output, goal, device)
     bandwidth = device.memory_bandwidth_bytes_per_s
     optimizer_s = 0.0
@@ -138,7 +139,7 @@ def layer_costs(
     form = _form(example_input, dtype, batch_of(example_input), microbatch_size)
     known = {}
     costs = []
-    with random_state_kept(torch.device("cpu")):
+    with random_state_kept(torch.device("cpu")), attributes_kept(layer.module for layer in chain):
         for layer in chain:
             key = (configuration_of(layer.module), repr(form))
             if key not in known:

@@ -95,7 +95,7 @@ def profile_layers(
     if not 1 <= size <= batch:
         raise DataError(f"microbatch_size={size}: the example input has {batch} samples ({describe(example_input)})")
     place = _device_of(chain, device)
-    with with_threads(threads), untouched(chain, place, dtype):
+    with with_threads(threads), untouched(chain, place, dtype, loss):
         payload = placed(take(example_input, size, batch), place, dtype)
         goal = placed(take(target, size, batch), place, dtype)
         found = survey(chain, payload)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipefit.cutting.states import attributes_kept
 from pipefit.ir.collector import collector_paused
 from pipefit.profiling.tensors import placed
 from pipefit.stage.device import random_state_kept
@@ -16,11 +18,13 @@ from pipefit.stage.stage import in_mode
 
 
 @contextmanager
-def untouched(chain: Sequence[NamedLayer], device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
+def untouched(
+    chain: Sequence[NamedLayer], device: torch.device, dtype: torch.dtype | None, loss: Any = None
+) -> Iterator[None]:
     """The context with the layers on `device` in `dtype`, in train mode and without gradients; then all is restored.
 
     Parameters keep their identity (so ties stay) and get other data meanwhile; buffers are replaced by copies, so a
-    forward pass updates only the running statistics of the copies.
+    forward pass updates only the running statistics of the copies. So it is with attributes, and the loss's variables.
     """
     roots = nn.ModuleList([layer.module for layer in chain])
     parameters = [(p, p.data, p.grad) for p in roots.parameters()]
@@ -36,7 +40,7 @@ def untouched(chain: Sequence[NamedLayer], device: torch.device, dtype: torch.dt
                 for name, buffer in kept.items():
                     if buffer is not None:
                         module._buffers[name] = copies.setdefault(id(buffer), placed(buffer, device, dtype).clone())
-            with torch.enable_grad():
+            with attributes_kept(roots, loss), torch.enable_grad():
                 yield
         finally:
             for parameter, data, grad in parameters:

@@ -100,6 +100,16 @@ def all_finite(run: Execution) -> bool:
     return all(run.decided[update] for update in run.norms)
 
 
+def norms_of(gradients: Sequence[Tensor]) -> Tensor:
+    """The norm of each gradient, which may be sparse, as of an embedding."""
+    values = []
+    for gradient in gradients:
+        if gradient.is_sparse:
+            gradient = gradient.coalesce().values()
+        values.append(gradient)
+    return torch.stack(torch._foreach_norm(values))
+
+
 def may_step(run: Execution, stage: int, update: int, gradients: Sequence[Tensor], optimizer: Optimizer) -> bool:
     """Returns whether a stage steps with its gradients, where the norm of all is not known.
 
@@ -109,7 +119,7 @@ def may_step(run: Execution, stage: int, update: int, gradients: Sequence[Tensor
     policy = run.worker.training.nonfinite
     if policy not in (STOP, SKIP) or update in run.norms or not gradients:
         return True
-    norms = torch.stack(torch._foreach_norm(list(gradients)))
+    norms = norms_of(gradients)
     if norms.is_meta:
         return True
     is_finite = norms.isfinite().all()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipefit.ir.instruction import Instruction
 from pipefit.runtime.executor import Execution
-from pipefit.runtime.finite import make_step, may_step, with_losses
+from pipefit.runtime.finite import make_step, may_step, norms_of, with_losses
 from pipefit.runtime.reducing import start_sum
 from pipefit.stage.batchnorm_update import update_averages
 
@@ -120,7 +120,7 @@ def _counted_parts(run: Execution, stage: int) -> list[Tensor]:
 def _norms_of(gradients: list[Tensor]) -> list[Tensor]:
     """The norm of each gradient in double precision, in one tensor; none where there are no gradients."""
     if gradients:
-        return [torch.stack(torch._foreach_norm(gradients)).double()]
+        return [norms_of(gradients).double()]
     return []
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -185,11 +185,6 @@ class Worker:
         """The number of this process in a run of one process for each part of each rank."""
         return self.rank * self.mesh.tensor + self.mesh.index
 
-    def train(self, mode: bool) -> None:
-        """Training or evaluation mode."""
-        for stage in self.stages.values():
-            stage.train(mode)
-
     def forget_halves(self) -> None:
         """Forgets the half copies of all weights, before some of them change: stages may share one."""
         for stage in self.stages.values():
@@ -266,6 +261,22 @@ class Worker:
         if not self.mesh.is_first:
             counted = [own for own in counted if own.name in self.mesh.shards]
         return [own.parameter.grad for own in counted if own.parameter.grad is not None]
+
+
+@contextmanager
+def evaluating(workers: Sequence[Worker]) -> Iterator[None]:
+    """The context in evaluation mode; each module's own mode, such as that of a frozen norm, is restored afterwards."""
+    stages = [stage for worker in workers for stage in worker.stages.values()]
+    modes = [(part, part.training) for stage in stages for part in stage.with_modes()]
+    try:
+        for stage in stages:
+            stage.train(False)
+        yield
+    finally:
+        for stage in stages:
+            stage.train(True)
+        for part, mode in modes:
+            part.training = mode
 
 
 def _names_of(layers: Sequence[NamedLayer], among: Container[int]) -> set[str]:

@@ -143,10 +143,19 @@ class Stage:
 
     def train(self, mode: bool) -> None:
         """Training or evaluation mode of every layer."""
-        if mode != self.training:
-            self.training = mode
-            for layer in self.layers:
-                layer.module.train(mode)
+        self.training = mode
+        for layer in self.layers:
+            layer.module.train(mode)
+
+    def with_modes(self) -> list[Any]:
+        """Everything of its layers that has a training or evaluation mode of its own."""
+        found: list[Any] = []
+        for layer in self.layers:
+            found += layer.module.modules()
+            if self.is_cut:
+                shell: Any = layer.module.shell
+                found += shell.with_modes()
+        return found
 
     def forward(self, payload: Any, ordinal: int, replay: bool = False, update: int = 0) -> Any:
         """Runs the layers on one micro-batch.

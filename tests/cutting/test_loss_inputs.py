@@ -1,0 +1,160 @@
+"""A loss that reads what a forward leaves beside its output is refused; training leaves no trace of measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipefit as pf
+from pipefit.errors import ModelError
+
+LEFT: list[Tensor] = []
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Layer(nn.Module):
+    """A layer with an auxiliary loss, in an attribute or in a global list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, h: Tensor) -> Tensor:
+        z = self.linear(h)
+        self.aux = z.square().mean()
+        return h + torch.tanh(z)
+
+
+class Lists(Layer):
+    def forward(self, h: Tensor) -> Tensor:
+        h = super().forward(h)
+        LEFT.append(h.mean())
+        return h
+
+
+class Blocks(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for _ in range(3))
+
+    def forward(self, h: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = block(h)
+        return h
+
+
+def flat(kind: type[nn.Module]) -> nn.Module:
+    return nn.Sequential(kind(), kind(), nn.Linear(6, 6))
+
+
+def plain(output: Tensor, y: Tensor) -> Tensor:
+    return (output - y).square().mean()
+
+
+def with_attributes(model: nn.Module) -> Loss:
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        return plain(output, y) + sum(one.aux for one in model.modules() if isinstance(one, Layer))
+
+    return loss
+
+
+class Criterion:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        return with_attributes(self.model)(output, y)
+
+
+def with_method(model: nn.Module) -> Loss:
+    return Criterion(model).loss
+
+
+def with_list(model: nn.Module) -> Loss:
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        total = plain(output, y) + sum(LEFT)
+        LEFT.clear()
+        return total
+
+    return loss
+
+
+def with_weights(model: nn.Module) -> Loss:
+    weight = next(model.parameters())
+    return lambda output, y: plain(output, y) + weight.square().sum()
+
+
+def piped(model: nn.Module, loss: Loss, **options: Any) -> pf.Pipeline:
+    return pf.Pipeline(
+        model, loss=loss, optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1), microbatches=2, **options
+    )
+
+
+@pytest.fixture
+def batch() -> tuple[Tensor, Tensor]:
+    LEFT.clear()
+    return torch.randn(4, 6), torch.randn(4, 6)
+
+
+ASIDE = [(Layer, with_attributes), (Layer, with_method), (Lists, with_list)]
+
+
+@pytest.mark.parametrize("make", [flat, Blocks])
+@pytest.mark.parametrize(("kind", "loss"), ASIDE)
+def test_an_example_shows_that_a_loss_reads_what_a_forward_leaves(make: Any, kind: Any, loss: Any, batch: Any) -> None:
+    model = make(kind)
+    with pytest.raises(ModelError, match="the loss reads a value that the forward leaves"):
+        piped(model, loss(model), stages=2, example=batch)
+    assert not LEFT
+
+
+@pytest.mark.parametrize(("kind", "loss"), ASIDE)
+def test_without_an_example_the_first_forward_shows_it(kind: Any, loss: Any, batch: Any) -> None:
+    model = flat(kind)
+    with pytest.raises(ModelError, match="which the loss has, too"):
+        piped(model, loss(model), stages=2).step(*batch)
+
+
+def test_a_layer_that_reads_a_module_around_it_is_refused_at_the_first_forward(batch: Any) -> None:
+    writes = Layer()
+
+    class Reads(Layer):
+        def forward(self, h: Tensor) -> Tensor:
+            return super().forward(h) * writes.aux.detach()
+
+    with pytest.raises(ModelError, match=r"layer 0 changes 0.*which layer 1 of another stage has, too, in writes"):
+        piped(nn.Sequential(writes, Reads()), plain, stages=2).step(*batch)
+
+
+@pytest.mark.parametrize("stages", [2, "auto"])
+def test_measurements_leave_no_trace_in_layers_or_the_loss(stages: Any, batch: Any) -> None:
+    class Counts(Lists):
+        calls = 0
+
+        def forward(self, h: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(h)
+
+    model = nn.Sequential(Counts(), Counts())
+    seen = []
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        seen.append(1)
+        return plain(output, y)
+
+    pipe = piped(model, loss, stages=stages, example=batch)
+    assert not LEFT
+    pipe.step(*batch)
+    assert [layer.calls for layer in model] == [2, 2]
+    assert len(LEFT) == 4
+    assert len(seen) == 2
+
+
+def test_a_loss_that_reads_weights_trains(batch: Any) -> None:
+    model = Blocks(Layer)
+    piped(model, with_weights(model), stages=1, example=batch).step(*batch)
