@@ -94,8 +94,7 @@ def test_a_weight_is_cast_once_in_a_step() -> None:
     pipe.step(*batch())
     with Casts() as casts:
         pipe.step(*batch())
-    assert casts.found[12, 10] == casts.found[7, 12] == casts.found[5, 7] == 1
-    assert casts.found[12, 12] == 2  # the part without a gradient has its own
+    assert casts.found[12, 10] == casts.found[12, 12] == casts.found[7, 12] == casts.found[5, 7] == 1
 
 
 def test_a_spilled_stage_casts_its_weights_once_in_a_visit() -> None:

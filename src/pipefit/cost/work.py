@@ -74,5 +74,6 @@ def work_of(
         Work.LAST: last - saved - entering,
         Work.EARLY: received * early,
         Work.SUM: received * (trained - early),
+        Work.COPIES: sum(layer.copy_bytes for layer in layers),
     }
     return {kind.value: max(size, 0.0) for kind, size in found.items()}

@@ -161,6 +161,35 @@ def _find_working(program: Program, rank: int, summed: bool) -> list[Lifetime]:
         if kind is not None:
             work = Value(kind.value, stage, index)
             found.append(Lifetime(work, index, index))
+    return [*found, *_half_copies(program, rank)]
+
+
+def _half_copies(program: Program, rank: int) -> list[Lifetime]:
+    """The half copies of a rank's weights: from the first forward with a version to the next step or drop of the rank.
+
+    A micro-batch in flight holds those that its forward used.
+    """
+    found = []
+    present: dict[int, Lifetime] = {}
+    used: dict[tuple[int, int], Lifetime] = {}
+    instructions = program.ranks[rank]
+    for index, i in enumerate(instructions):
+        stage = i.stage
+        if i.op in (Op.STEP, Op.DROP):
+            for life in present.values():
+                life.dies = max(life.dies, index - 1)
+            present.clear()
+        elif i.op in FORWARD_OPS:
+            life = present.get(stage)
+            if life is None or life.value.at != i.version:
+                life = present[stage] = Lifetime(Value(Work.COPIES.value, stage, i.version), index, index)
+                found.append(life)
+            used[stage, i.mb] = life
+            life.dies = index
+        elif i.op in COMPUTE_OPS and (stage, i.mb) in used:
+            used[stage, i.mb].dies = index
+    for life in present.values():
+        life.dies = len(instructions) - 1
     return found
 
 

@@ -22,7 +22,9 @@ from pipefit.runtime.progress import MEASURING
 from pipefit.runtime.session import Session
 from pipefit.spec import Profile
 from pipefit.stage.compiler import Forward, compiled_forwards
+from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.materialise import is_meta
+from pipefit.stage.split import modules_of
 from pipefit.stage.stage import replaced_forwards
 from pipefit.stage.training import Loss
 
@@ -50,7 +52,12 @@ def agreed_profile(
     x, y = work.batch("measuring the layers")
     forwards = compiled_forwards(work.layers, work.compiler)
     loss = work.loss
+    halves = HalfCopies()
     if work.half is not None:
+        if not forwards:
+            modules = [module for layer in work.layers for _, module in modules_of(layer.module)]
+            halves.take(modules, work.half, work.device.type)
+            forwards |= halves.forwards
         forwards |= _under_autocast(work, forwards)
         loss = partial(_of_float32, loss, work.half)
 
@@ -68,6 +75,7 @@ def agreed_profile(
             threads=None,
             optimizer=work.optimizer,
             clips=work.clips,
+            halves=halves,
         )
 
     with replaced_forwards(forwards):

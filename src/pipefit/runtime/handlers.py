@@ -101,7 +101,7 @@ def _backward(run: Execution, i: Instruction) -> None:
 def _run_backward(run: Execution, i: Instruction, work: Callable[[], None]) -> None:
     """Runs what adds to the gradients of a stage's weights."""
     run.worker.stores[i.stage].at(i.version)
-    with run.worker.stages[i.stage].replaying():
+    with run.worker.stages[i.stage].replaying(i.version):
         if i.stage in run.worker.buckets:
             reducing.backward(run, i, work)
         else:
@@ -122,7 +122,7 @@ def _backward_input(run: Execution, i: Instruction) -> None:
     saved: Saved = run.values["saved", i.stage, i.mb]
     grads = run.values.pop(("grad", i.stage, i.mb)).leaves
     run.worker.stores[i.stage].at(i.version)
-    with run.worker.stages[i.stage].replaying():
+    with run.worker.stages[i.stage].replaying(i.version):
         found, run.values["half", i.stage, i.mb] = input_half(saved, grads)
     if i.stage > run.header.frozen:
         run.values["grad", i.stage - 1, i.mb] = _whole(found, saved.inputs)

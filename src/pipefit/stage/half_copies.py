@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,8 @@ from torch.nn import functional as F
 
 from pipefit.stage.compiler import Forward
 
-_Pair = tuple[Tensor, Tensor | None]
-"""Weight and bias."""
+_AT_ONCE = torch.iinfo(torch.int64).max
+"""The place in a backward of a node that runs as soon as its gradient is complete."""
 
 
 class HalfCopies:
@@ -24,11 +25,11 @@ class HalfCopies:
 
     Attributes:
         forwards: of the layers, for `replaced_forwards`.
+        copies: those that are there, by their weights.
     """
 
     def __init__(self) -> None:
-        # Copies that were made without a graph have no gradient.
-        self._copies: dict[bool, dict[nn.Module, _Pair]] = {False: {}, True: {}}
+        self.copies: dict[Tensor, Tensor] = {}
         self._version = 0
         self.forwards: dict[nn.Module, Forward] = {}
 
@@ -49,24 +50,37 @@ class HalfCopies:
 
     def clear(self) -> None:
         """Forgets all copies, before the weights change or leave the device."""
-        for copies in self._copies.values():
-            copies.clear()
+        self.copies.clear()
+
+    def of(self, weight: Tensor) -> Tensor:
+        """The copy of a weight, made if it is not there."""
+        if weight.dtype is not torch.float32:
+            return weight
+        if weight not in self.copies:
+            self.copies[weight] = self._made(weight)
+        return self.copies[weight]
+
+    def of_each(self, weights: Iterable[Tensor]) -> list[Tensor]:
+        """The copies of some weights that are there."""
+        return [self.copies[weight] for weight in weights if weight in self.copies]
 
     def _linear(self, module: nn.Linear, x: Tensor) -> Tensor:
         kind = self._device_type
+        weight = module.weight
+        bias: Tensor | None = module.bias
         # The model may switch autocast off for some of its layers.
-        if not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) is not self._half:
-            return F.linear(x, module.weight, module.bias)
-        copies = self._copies[torch.is_grad_enabled()]
-        pair = copies.get(module)
-        if pair is None:
-            bias: Tensor | None = module.bias
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is self._half:
+            weight = self.of(weight)
             if bias is not None:
-                bias = self._cast(bias)
-            pair = copies[module] = self._cast(module.weight), bias
-        return F.linear(x, *pair)
+                bias = self.of(bias)
+        return F.linear(x, weight, bias)
 
-    def _cast(self, weight: Tensor) -> Tensor:
-        if weight.dtype is torch.float32:
-            return weight.to(self._half)
-        return weight
+    def _made(self, weight: Tensor) -> Tensor:
+        # One copy serves forwards with and without a graph.
+        with torch.inference_mode(False), torch.enable_grad():
+            copy = weight.to(self._half)
+        if copy.requires_grad:
+            # Autograd runs older nodes later: all half gradients would wait for the end of the backward.
+            node: Any = copy.grad_fn
+            node._set_sequence_nr(_AT_ONCE)
+        return copy
