@@ -54,10 +54,11 @@ def agreed_profile(
     loss = work.loss
     halves = HalfCopies()
     if work.half is not None:
-        if not forwards:
-            modules = [module for layer in work.layers for _, module in modules_of(layer.module)]
-            halves.take(modules, work.half, work.device.type)
-            forwards |= halves.forwards
+        modules = [module for layer in work.layers for _, module in modules_of(layer.module)]
+        if forwards:
+            modules = []
+        halves.take(modules, work.half, work.device.type)
+        forwards |= halves.forwards
         forwards |= _under_autocast(work, forwards)
         loss = partial(_of_float32, loss, work.half)
 

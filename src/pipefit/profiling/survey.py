@@ -17,6 +17,7 @@ from pipefit.runtime.halves import Saved, input_half
 from pipefit.spec.profile import Layer
 from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.payload import sent
+from pipefit.stage.precision import narrowed
 from pipefit.stage.replay import AttentionCores, replayed_module
 from pipefit.stage.split import NamedLayer
 
@@ -71,7 +72,10 @@ def survey(chain: Sequence[NamedLayer], payload: Any, halves: HalfCopies | None 
         copies = halves.of_each(weights)
         persistent.update(map(storage_key, copies))
         saved = [storage for key, storage in seen.items() if key not in before and key not in persistent]
-        made = weighed(layer.name, inputs, payload, saved, weights)
+        half = None
+        if layer is not chain[-1]:
+            half = halves.half
+        made = weighed(layer.name, inputs, payload, saved, weights, half)
         made = replace(made, copy_bytes=num_bytes(copies))
         if replayed_module(layer, len(chain)) is not None:
             made = replace(made, input_bytes=input_bytes)
@@ -85,7 +89,14 @@ def survey(chain: Sequence[NamedLayer], payload: Any, halves: HalfCopies | None 
     return found
 
 
-def weighed(name: str, inputs: list[Tensor], output: Any, saved: Iterable[Any], weights: Sequence[Tensor]) -> Layer:
+def weighed(
+    name: str,
+    inputs: list[Tensor],
+    output: Any,
+    saved: Iterable[Any],
+    weights: Sequence[Tensor],
+    half: torch.dtype | None = None,
+) -> Layer:
     """The bytes of a layer that has run, its seconds left at 0.
 
     Args:
@@ -94,11 +105,14 @@ def weighed(name: str, inputs: list[Tensor], output: Any, saved: Iterable[Any], 
         output: of its forward.
         saved: storages that autograd keeps.
         weights: parameters, frozen ones too, which do not need a gradient; one that is tied inside the layer once.
+        half: the type in which the output travels where it carries a gradient; None: its own.
     """
     leaves = tensors_of(sent(output))
     learned = graded(leaves)
-    output_bytes = num_bytes(leaves)
-    grad_bytes = num_bytes(learned)
+    inner_bytes = num_bytes(leaves)
+    travelling = narrowed(leaves, [leaf.requires_grad for leaf in leaves], half)
+    output_bytes = num_bytes(travelling)
+    grad_bytes = num_bytes(graded(travelling))
     return Layer(
         name,
         forward_s=0.0,
@@ -110,6 +124,7 @@ def weighed(name: str, inputs: list[Tensor], output: Any, saved: Iterable[Any], 
         grad_bytes=None if grad_bytes == output_bytes else grad_bytes,
         half_bytes=_half_bytes(inputs, learned),
         trained_bytes=num_bytes(graded(weights)),
+        inner_bytes=None if inner_bytes == output_bytes else inner_bytes,
     )
 
 

@@ -26,16 +26,18 @@ class HalfCopies:
     Attributes:
         forwards: of the layers, for `replaced_forwards`.
         copies: those that are there, by their weights.
+        half: their type; None: there are none.
     """
 
     def __init__(self) -> None:
         self.copies: dict[Tensor, Tensor] = {}
+        self.half: torch.dtype | None = None
         self._version = 0
         self.forwards: dict[nn.Module, Forward] = {}
 
     def take(self, modules: Iterable[nn.Module], half: torch.dtype, device_type: str) -> None:
         """Begins to copy the weights of linear layers among some modules, for autocast to a type on a device."""
-        self._half = half
+        self.half = half
         self._device_type = device_type
         for module in modules:
             # A subclass may compute something else; a parametrization is one.
@@ -69,7 +71,7 @@ class HalfCopies:
         weight = module.weight
         bias: Tensor | None = module.bias
         # The model may switch autocast off for some of its layers.
-        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is self._half:
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is self.half:
             weight = self.of(weight)
             if bias is not None:
                 bias = self.of(bias)
@@ -78,7 +80,7 @@ class HalfCopies:
     def _made(self, weight: Tensor) -> Tensor:
         # One copy serves forwards with and without a graph.
         with torch.inference_mode(False), torch.enable_grad():
-            copy = weight.to(self._half)
+            copy = weight.to(self.half)
         if copy.requires_grad:
             # Autograd runs older nodes later: all half gradients would wait for the end of the backward.
             node: Any = copy.grad_fn
