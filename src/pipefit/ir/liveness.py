@@ -140,7 +140,7 @@ def _find_working(program: Program, rank: int, summed: bool) -> list[Lifetime]:
                 continue
             born = -1
             dies = len(instructions)
-        elif value.kind == WGRAD and instructions[born].op is Op.BWD:
+        elif value.kind == WGRAD and instructions[born].op is Op.BWD and not header.is_spilled(value.stage):
             firsts.add(born)
             born += 1
             dies = max(born, dies)
@@ -167,8 +167,12 @@ def _find_working(program: Program, rank: int, summed: bool) -> list[Lifetime]:
 def _half_copies(program: Program, rank: int) -> list[Lifetime]:
     """The half copies of a rank's weights: from the first forward with a version to the next step or drop of the rank.
 
-    A micro-batch in flight holds those that its forward used.
+    A micro-batch in flight holds those that its forward used. A spilled stage that keeps its saved tensors makes its
+    copies again for its backwards.
     """
+    kept: tuple[int, ...] = ()
+    if program.header.spill is not None:
+        kept = program.header.spill.keeps
     found = []
     present: dict[int, Lifetime] = {}
     used: dict[tuple[int, int], Lifetime] = {}
@@ -176,10 +180,10 @@ def _half_copies(program: Program, rank: int) -> list[Lifetime]:
     for index, i in enumerate(instructions):
         stage = i.stage
         if i.op in (Op.STEP, Op.DROP):
-            for life in present.values():
-                life.dies = max(life.dies, index - 1)
+            for held in present.values():
+                held.dies = max(held.dies, index - 1)
             present.clear()
-        elif i.op in FORWARD_OPS:
+        elif i.op in FORWARD_OPS or (i.op in COMPUTE_OPS and stage in kept):
             life = present.get(stage)
             if life is None or life.value.at != i.version:
                 life = present[stage] = Lifetime(Value(Work.COPIES.value, stage, i.version), index, index)
@@ -188,8 +192,8 @@ def _half_copies(program: Program, rank: int) -> list[Lifetime]:
             life.dies = index
         elif i.op in COMPUTE_OPS and (stage, i.mb) in used:
             used[stage, i.mb].dies = index
-    for life in present.values():
-        life.dies = len(instructions) - 1
+    for held in present.values():
+        held.dies = len(instructions) - 1
     return found
 
 

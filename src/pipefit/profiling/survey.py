@@ -72,10 +72,9 @@ def survey(chain: Sequence[NamedLayer], payload: Any, halves: HalfCopies | None 
         copies = halves.of_each(weights)
         persistent.update(map(storage_key, copies))
         saved = [storage for key, storage in seen.items() if key not in before and key not in persistent]
-        half = None
-        if layer is not chain[-1]:
-            half = halves.half
-        made = weighed(layer.name, inputs, payload, saved, weights, half)
+        made = weighed(layer.name, inputs, payload, saved, weights)
+        if halves.half is not None and layer is not chain[-1]:
+            made = travelling(made, payload, halves.half)
         made = replace(made, copy_bytes=num_bytes(copies))
         if replayed_module(layer, len(chain)) is not None:
             made = replace(made, input_bytes=input_bytes)
@@ -89,14 +88,7 @@ def survey(chain: Sequence[NamedLayer], payload: Any, halves: HalfCopies | None 
     return found
 
 
-def weighed(
-    name: str,
-    inputs: list[Tensor],
-    output: Any,
-    saved: Iterable[Any],
-    weights: Sequence[Tensor],
-    half: torch.dtype | None = None,
-) -> Layer:
+def weighed(name: str, inputs: list[Tensor], output: Any, saved: Iterable[Any], weights: Sequence[Tensor]) -> Layer:
     """The bytes of a layer that has run, its seconds left at 0.
 
     Args:
@@ -105,14 +97,11 @@ def weighed(
         output: of its forward.
         saved: storages that autograd keeps.
         weights: parameters, frozen ones too, which do not need a gradient; one that is tied inside the layer once.
-        half: the type in which the output travels where it carries a gradient; None: its own.
     """
     leaves = tensors_of(sent(output))
     learned = graded(leaves)
-    inner_bytes = num_bytes(leaves)
-    travelling = narrowed(leaves, [leaf.requires_grad for leaf in leaves], half)
-    output_bytes = num_bytes(travelling)
-    grad_bytes = num_bytes(graded(travelling))
+    output_bytes = num_bytes(leaves)
+    grad_bytes = num_bytes(learned)
     return Layer(
         name,
         forward_s=0.0,
@@ -124,8 +113,17 @@ def weighed(
         grad_bytes=None if grad_bytes == output_bytes else grad_bytes,
         half_bytes=_half_bytes(inputs, learned),
         trained_bytes=num_bytes(graded(weights)),
-        inner_bytes=None if inner_bytes == output_bytes else inner_bytes,
     )
+
+
+def travelling(layer: Layer, output: Any, half: torch.dtype) -> Layer:
+    """The layer whose output travels in a half type where it carries a gradient."""
+    leaves = tensors_of(sent(output))
+    narrow = narrowed(leaves, [leaf.requires_grad for leaf in leaves], half)
+    size = num_bytes(narrow)
+    if size == layer.output_bytes:
+        return layer
+    return replace(layer, output_bytes=size, grad_bytes=num_bytes(graded(narrow)), inner_bytes=layer.output_bytes)
 
 
 def bytes_of(storages: Iterable[Any]) -> int:

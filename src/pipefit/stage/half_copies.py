@@ -31,6 +31,7 @@ class HalfCopies:
 
     def __init__(self) -> None:
         self.copies: dict[Tensor, Tensor] = {}
+        self._weights: dict[int, Tensor] = {}
         self.half: torch.dtype | None = None
         self._version = 0
         self.forwards: dict[nn.Module, Forward] = {}
@@ -53,14 +54,20 @@ class HalfCopies:
     def clear(self) -> None:
         """Forgets all copies, before the weights change or leave the device."""
         self.copies.clear()
+        self._weights.clear()
 
     def of(self, weight: Tensor) -> Tensor:
         """The copy of a weight, made if it is not there."""
         if weight.dtype is not torch.float32:
             return weight
         if weight not in self.copies:
-            self.copies[weight] = self._made(weight)
+            copy = self.copies[weight] = self._made(weight)
+            self._weights[copy.untyped_storage()._cdata] = weight
         return self.copies[weight]
+
+    def weight_of(self, tensor: Tensor) -> Tensor | None:
+        """The weight in whose copy a tensor lies; None: in no copy."""
+        return self._weights.get(tensor.untyped_storage()._cdata)
 
     def of_each(self, weights: Iterable[Tensor]) -> list[Tensor]:
         """The copies of some weights that are there."""
