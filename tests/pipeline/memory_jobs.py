@@ -31,7 +31,6 @@ from pipefit.spec import Profile, Tier, Topology
 from pipefit.spec.profile import WORK
 from pipefit.stage.precision import half_of
 from pipefit.stage.split import named_layers
-from pipefit.units import parse_quantity
 
 SMALL = {"vocab_size": 512, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4,
          "num_attention_heads": 4, "pad_token_id": 0}  # fmt: skip
@@ -142,15 +141,15 @@ def counted(name: str, shape: dict[str, Any], precision: str) -> int:
     made = pf.cut(model(name), example=batch(name, 4))
     whole = batch(name)
     pipe = pf.Pipeline(made, loss=made.loss, optimizer=adamw, plan=plan(len(made), **shape), precision=precision)
-    return in_a_step(pipe, whole)
+    return in_a_step(pipe, whole, whole)
 
 
-def in_a_step(pipe: pf.Pipeline, whole: Any) -> int:
+def in_a_step(pipe: pf.Pipeline, x: Any, y: Any) -> int:
     """The most bytes of tensors of this rank in a step after the first two."""
-    pipe.step(whole, whole)
-    pipe.step(whole, whole)
+    pipe.step(x, y)
+    pipe.step(x, y)
     worker = pipe.workers[0]
-    feed = feed_of((whole, whole), MICROBATCHES, 8, "train")
+    feed = feed_of((x, y), MICROBATCHES, 8, "train")
     gc.collect()
     count = Living()
     if worker.spilling is not None:
@@ -247,7 +246,7 @@ def spilled(name: str, precision: str, schedule: str, keep: str) -> tuple[float,
         precision=precision,
         spill=pf.Spilled(host_memory="1 GiB", step_on="device", keep=keep),
     )
-    most = in_a_step(pipe, whole)
+    most = in_a_step(pipe, whole, whole)
     local = msgspec.structs.replace(Topology.local(1), tiers=(Tier("host", 1e12, 1e9, 1e9),))
     cost = of_plan(profile, pipe.plan, local, state_per_weight=state, sizes=sizes)
     guess = simulate(pipe.program, cost, repeats=2).peak_bytes(0)
@@ -255,24 +254,22 @@ def spilled(name: str, precision: str, schedule: str, keep: str) -> tuple[float,
     return guess, most
 
 
-def capped(name: str, precision: str, caps: list[str], **options: Any) -> list[tuple[float, float, int]]:
-    """For each cap of one rank the cap, the peak that its plan predicts, and the counted one, in bytes."""
-    found = []
-    for cap in caps:
-        made = pf.cut(model(name), example=batch(name, 4))
-        whole = batch(name)
-        pipe = pf.Pipeline(
-            made,
-            loss=made.loss,
-            optimizer=adamw,
-            microbatches=MICROBATCHES,
-            example=(whole, whole),
-            precision=precision,
-            spill=pf.Spilled(cap),
-            **options,
-        )
-        assert pipe.plan.spill is not None
-        most = in_a_step(pipe, whole)
-        found.append((parse_quantity(cap, "bytes"), pipe.plan.prediction.peak_bytes[0], most))
-        pipe.close()
-    return found
+def capped(name: str, options: dict[str, Any], cap: str, precision: str, schedule: str) -> tuple[float, int]:
+    """The predicted and the counted bytes of one rank whose plan was made for a cap."""
+    torch.manual_seed(0)
+    bundle = build(name, **options)
+    example = bundle.example(SAMPLES, 0)
+    pipe = pf.Pipeline(
+        bundle.layers,
+        loss=bundle.loss,
+        optimizer=adamw,
+        microbatches=MICROBATCHES,
+        schedule=schedule,
+        example=example,
+        precision=precision,
+        spill=pf.Spilled(cap, step_on="device"),
+    )
+    assert pipe.plan.spill is not None and pipe.plan.prediction is not None
+    most = in_a_step(pipe, *example)
+    pipe.close()
+    return pipe.plan.prediction.peak_bytes[0], most
