@@ -254,7 +254,7 @@ def spilled(name: str, precision: str, schedule: str, keep: str) -> tuple[float,
     return guess, most
 
 
-def capped(name: str, options: dict[str, Any], cap: str, precision: str, schedule: str) -> tuple[float, int]:
+def capped(name: str, options: dict[str, Any], cap: float, precision: str, schedule: str) -> tuple[float, int]:
     """The predicted and the counted bytes of one rank whose plan was made for a cap."""
     torch.manual_seed(0)
     bundle = build(name, **options)

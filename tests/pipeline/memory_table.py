@@ -7,7 +7,6 @@ from tests.pipeline import memory_jobs as jobs
 
 from pipefit.runtime.launch import launch
 
-
 PRECISIONS = ("fp32", "bf16")
 
 
