@@ -165,35 +165,33 @@ def _find_working(program: Program, rank: int, summed: bool) -> list[Lifetime]:
 
 
 def _half_copies(program: Program, rank: int) -> list[Lifetime]:
-    """The half copies of a rank's weights: from the first forward with a version to the next step or drop of the rank.
+    """The half copies of a rank's weights: from the first forward with a version to the last computation.
 
-    A micro-batch in flight holds those that its forward used. A spilled stage that keeps its saved tensors makes its
-    copies again for its backwards.
+    Steps and drops end them; a micro-batch in flight holds those that its forward used. A spilled stage that keeps its
+    saved tensors makes them again for its backwards.
     """
-    kept: tuple[int, ...] = ()
-    if program.header.spill is not None:
-        kept = program.header.spill.keeps
     found = []
     present: dict[int, Lifetime] = {}
-    used: dict[tuple[int, int], Lifetime] = {}
-    instructions = program.ranks[rank]
-    for index, i in enumerate(instructions):
+    used: dict[StageAt, Lifetime] = {}
+    kept: Sequence[int] = ()
+    if program.header.spill is not None:
+        kept = program.header.spill.keeps
+    for index, i in enumerate(program.ranks[rank]):
         stage = i.stage
+        micro = (stage, i.mb)
         if i.op in (Op.STEP, Op.DROP):
-            for held in present.values():
-                held.dies = max(held.dies, index - 1)
             present.clear()
         elif i.op in FORWARD_OPS or (i.op in COMPUTE_OPS and stage in kept):
+            copies = Value(Work.COPIES.value, stage, i.version)
             life = present.get(stage)
-            if life is None or life.value.at != i.version:
-                life = present[stage] = Lifetime(Value(Work.COPIES.value, stage, i.version), index, index)
+            if life is None or life.value != copies:
+                life = Lifetime(copies, index, index)
+                present[stage] = life
                 found.append(life)
-            used[stage, i.mb] = life
             life.dies = index
-        elif i.op in COMPUTE_OPS and (stage, i.mb) in used:
-            used[stage, i.mb].dies = index
-    for held in present.values():
-        held.dies = len(instructions) - 1
+            used[micro] = life
+        elif i.op in COMPUTE_OPS and micro in used:
+            used[micro].dies = index
     return found
 
 
