@@ -95,7 +95,7 @@ def _backward(run: Execution, i: Instruction) -> None:
     if i.stage > run.header.frozen:
         leaves: Sequence[Any] = saved.inputs
         found = [leaf.grad for leaf in leaves]
-        run.values["grad", i.stage - 1, i.mb] = _crossing(run, found, leaves)
+        run.values["grad", i.stage - 1, i.mb] = _crossing(run, i, found, leaves)
 
 
 def _run_backward(run: Execution, i: Instruction, work: Callable[[], None]) -> None:
@@ -118,11 +118,11 @@ def _whole(grads: Sequence[Tensor | None], leaves: Sequence[Any]) -> Message:
     return Message(whole)
 
 
-def _crossing(run: Execution, grads: Sequence[Tensor | None], leaves: Sequence[Any]) -> Message:
+def _crossing(run: Execution, i: Instruction, grads: Sequence[Tensor | None], leaves: Sequence[Any]) -> Message:
     """The gradients of a stage's inputs, in the type in which these came."""
     message = _whole(grads, leaves)
     flags = [True] * len(message.leaves)
-    return Message(narrowed(message.leaves, flags, run.worker.training.half))
+    return Message(narrowed(message.leaves, flags, run.worker.stages[i.stage].half))
 
 
 def _backward_input(run: Execution, i: Instruction) -> None:
@@ -132,7 +132,7 @@ def _backward_input(run: Execution, i: Instruction) -> None:
     with run.worker.stages[i.stage].replaying(i.version):
         found, run.values["half", i.stage, i.mb] = input_half(saved, grads)
     if i.stage > run.header.frozen:
-        run.values["grad", i.stage - 1, i.mb] = _crossing(run, found, saved.inputs)
+        run.values["grad", i.stage - 1, i.mb] = _crossing(run, i, found, saved.inputs)
 
 
 def _backward_weight(run: Execution, i: Instruction) -> None:

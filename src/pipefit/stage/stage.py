@@ -165,8 +165,9 @@ class Stage:
         # Inside, so that autocast casts other weights once for each forward, and anew for the next version's.
         half: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.half is not None:
-            # A forward that saves nothing uses a cast weight once, and frees it.
-            half = torch.autocast(self.device.type, self.half, cache_enabled=torch.is_grad_enabled())
+            # In training a forward that saves nothing frees a cast weight after its use.
+            frees = self.training and not torch.is_grad_enabled()
+            half = torch.autocast(self.device.type, self.half, cache_enabled=not frees)
         unchanged: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if replay or self._is_replicated:
             unchanged = self._unchanged()
