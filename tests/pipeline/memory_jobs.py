@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,12 +22,14 @@ from pipefit.models import build
 from pipefit.pipeline.layer_sizes import sizes_of, state_per_weight
 from pipefit.planner import by_hand
 from pipefit.profiling import profile_layers
+from pipefit.profiling.agreed import agreed_profile
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.microbatches import feed_of
 from pipefit.runtime.session import current
 from pipefit.simulate import simulate
-from pipefit.spec import Tier, Topology
+from pipefit.spec import Profile, Tier, Topology
 from pipefit.spec.profile import WORK
+from pipefit.stage.precision import half_of
 from pipefit.stage.split import named_layers
 
 SMALL = {"vocab_size": 512, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4,
@@ -64,11 +67,12 @@ TENSOR: dict[str, dict[str, Any]] = {
 }
 """Plans of ranks of two processes, for the models that bring a plan for tensor parallelism."""
 SHARED = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Phi3ForCausalLM", "Gemma2ForCausalLM"]
-SPILLED: dict[str, dict[str, Any]] = {
-    "spilled, one stage at a time": {"schedule": "spilled"},
-    "spilled, breadth-first": {"schedule": "breadth-first"},
+SPILLED = {
+    "spilled, one stage at a time": ("spilled", "none"),
+    "spilled, breadth-first": ("breadth-first", "none"),
+    "spilled, saved tensors kept": ("breadth-first", "all"),
 }
-"""Programs of one rank that visit three stages, each from the host's memory."""
+"""Programs of one rank that visit three stages, each from the host's memory: schedule and `keep`."""
 
 
 def copied(payload: Any, device: torch.device, what: str) -> Any:
@@ -132,20 +136,20 @@ def plan(layers: int, **shape: Any) -> pf.spec.Plan:
     return by_hand(layers, num_microbatches=MICROBATCHES, **{"num_ranks": 2, **shape})
 
 
-def counted(name: str, shape: dict[str, Any]) -> int:
+def counted(name: str, shape: dict[str, Any], precision: str) -> int:
     """The most bytes of tensors of this rank in a later step."""
     made = pf.cut(model(name), example=batch(name, 4))
     whole = batch(name)
-    pipe = pf.Pipeline(made, loss=made.loss, optimizer=adamw, plan=plan(len(made), **shape))
-    return in_a_step(pipe, whole)
+    pipe = pf.Pipeline(made, loss=made.loss, optimizer=adamw, plan=plan(len(made), **shape), precision=precision)
+    return in_a_step(pipe, whole, whole)
 
 
-def in_a_step(pipe: pf.Pipeline, whole: Any) -> int:
+def in_a_step(pipe: pf.Pipeline, x: Any, y: Any) -> int:
     """The most bytes of tensors of this rank in a step after the first two."""
-    pipe.step(whole, whole)
-    pipe.step(whole, whole)
+    pipe.step(x, y)
+    pipe.step(x, y)
     worker = pipe.workers[0]
-    feed = feed_of((whole, whole), MICROBATCHES, 8, "train")
+    feed = feed_of((x, y), MICROBATCHES, 8, "train")
     gc.collect()
     count = Living()
     if worker.spilling is not None:
@@ -164,18 +168,25 @@ def in_a_step(pipe: pf.Pipeline, whole: Any) -> int:
     return count.most
 
 
-def predicted(name: str, shapes: list[dict[str, Any]]) -> list[list[float]]:
+def measured(name: str, layers: Any, loss: Any, precision: str) -> Profile:
+    """The profile of the layers, measured in this process only."""
+    whole = batch(name)
+    work = Workload(layers, loss, adamw, torch.device("cpu"), (whole, whole), half=half_of(precision))
+    alone = replace(current(), rank=0, num_ranks=1)
+    return agreed_profile(work, [SAMPLES // MICROBATCHES], alone, repeats=1, warmup=0)
+
+
+def predicted(name: str, shapes: list[dict[str, Any]], precision: str) -> list[list[float]]:
     """The most bytes of each rank, by profile, costs and simulation."""
     made = pf.cut(model(name), example=batch(name, 4))
     layers = named_layers(made)
     plans = [plan(len(made), **shape) for shape in shapes]
     local = Topology.local(plans[0].num_processes)
     if plans[0].tensor == 1:
-        x = batch(name, SAMPLES // MICROBATCHES)
-        profile = profile_layers(layers, x, made.loss, x, repeats=1, warmup=0, optimizer=adamw)
+        profile = measured(name, layers, made.loss, precision)
     else:
         whole = batch(name)
-        work = Workload(layers, made.loss, adamw, torch.device("cpu"), (whole, whole))
+        work = Workload(layers, made.loss, adamw, torch.device("cpu"), (whole, whole), half=half_of(precision))
         profile = profile_of_shard(work, plans[0], current(), local)
     found = []
     for chosen in plans:
@@ -186,21 +197,18 @@ def predicted(name: str, shapes: list[dict[str, Any]]) -> list[list[float]]:
     return found
 
 
-def both(names: list[str], shapes: list[dict[str, Any]]) -> list[tuple[list[list[float]], list[int]]]:
-    """For each model the predicted bytes of both ranks by plan (on rank 0), and the counted ones of this rank."""
-    found = []
-    for name in names:
-        guess: list[list[float]] = []
-        # Processes that share a rank measure their shards together.
-        if current().rank == 0 or "tensor" in shapes[0]:
-            guess = predicted(name, shapes)
-        found.append((guess, [counted(name, shape) for shape in shapes]))
-    return found
+def both(name: str, shapes: list[dict[str, Any]], precision: str) -> tuple[list[list[float]], list[int]]:
+    """The predicted bytes of both ranks of a model by plan (on rank 0), and the counted ones of this rank."""
+    guess: list[list[float]] = []
+    # Processes that share a rank measure their shards together.
+    if current().rank == 0 or "tensor" in shapes[0]:
+        guess = predicted(name, shapes, precision)
+    return guess, [counted(name, shape, precision) for shape in shapes]
 
 
-def several(name: str, groups: list[list[dict[str, Any]]]) -> tuple[list[Any], list[list[float]]]:
-    """`both` of one model, for several groups of plans; and `scaled_work`."""
-    return [both([name], shapes)[0] for shapes in groups], scaled_work()
+def several(name: str, groups: list[tuple[list[dict[str, Any]], str]]) -> tuple[list[Any], list[list[float]]]:
+    """`both` of one model, for several groups of plans and their precision; and `scaled_work`."""
+    return [both(name, *group) for group in groups], scaled_work()
 
 
 def scaled_work() -> list[list[float]]:
@@ -220,12 +228,11 @@ def scaled_work() -> list[list[float]]:
     ]
 
 
-def spilled(name: str, schedule: str) -> tuple[float, int]:
+def spilled(name: str, precision: str, schedule: str, keep: str) -> tuple[float, int]:
     """The predicted and the counted bytes of one rank whose three stages are in the host's memory."""
     made = pf.cut(model(name), example=batch(name, 4))
     layers = named_layers(made)
-    x = batch(name, SAMPLES // MICROBATCHES)
-    profile = profile_layers(layers, x, made.loss, x, repeats=1, warmup=0, optimizer=adamw)
+    profile = measured(name, layers, made.loss, precision)
     state = state_per_weight(layers, adamw)
     sizes = sizes_of(layers, adamw, 1)
     whole = batch(name)
@@ -236,11 +243,33 @@ def spilled(name: str, schedule: str) -> tuple[float, int]:
         microbatches=MICROBATCHES,
         schedule=schedule,
         parallelism=pf.Parallelism(ranks=1, chunks=3),
-        spill=pf.Spilled(host_memory="1 GiB", step_on="device"),
+        precision=precision,
+        spill=pf.Spilled(host_memory="1 GiB", step_on="device", keep=keep),
     )
-    most = in_a_step(pipe, whole)
+    most = in_a_step(pipe, whole, whole)
     local = msgspec.structs.replace(Topology.local(1), tiers=(Tier("host", 1e12, 1e9, 1e9),))
     cost = of_plan(profile, pipe.plan, local, state_per_weight=state, sizes=sizes)
     guess = simulate(pipe.program, cost, repeats=2).peak_bytes(0)
     pipe.close()
     return guess, most
+
+
+def capped(name: str, options: dict[str, Any], cap: float, precision: str, schedule: str) -> tuple[float, int]:
+    """The predicted and the counted bytes of one rank whose plan was made for a cap."""
+    torch.manual_seed(0)
+    bundle = build(name, **options)
+    example = bundle.example(SAMPLES, 0)
+    pipe = pf.Pipeline(
+        bundle.layers,
+        loss=bundle.loss,
+        optimizer=adamw,
+        microbatches=MICROBATCHES,
+        schedule=schedule,
+        example=example,
+        precision=precision,
+        spill=pf.Spilled(cap, step_on="device"),
+    )
+    assert pipe.plan.spill is not None and pipe.plan.prediction is not None
+    most = in_a_step(pipe, *example)
+    pipe.close()
+    return pipe.plan.prediction.peak_bytes[0], most

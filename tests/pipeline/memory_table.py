@@ -1,24 +1,28 @@
 """Predicted and counted memory of ten models of transformers: `python -m tests.pipeline.memory_table`."""
 
 import sys
+from itertools import product
 
 from tests.pipeline import memory_jobs as jobs
 
 from pipefit.runtime.launch import launch
 
+PRECISIONS = ("fp32", "bf16")
 
-def rows(name: str, plans: dict[str, dict[str, object]], width: int) -> list[float]:
+
+def rows(name: str, plans: dict[str, dict[str, object]], width: int, precision: str) -> list[float]:
     """Prints a line for each plan of two ranks of so many processes; returns the errors in percent."""
     found = []
-    processes = launch(jobs.both, 2 * width, [name], list(plans.values()), threads=1, quiet=True, deadline_s=900)
+    shapes = list(plans.values())
+    processes = launch(jobs.both, 2 * width, name, shapes, precision, threads=1, quiet=True, deadline_s=900)
     for number, plan in enumerate(plans):
-        pairs = [(processes[0][0][0][number][rank], processes[rank * width][0][1][number]) for rank in range(2)]
-        found += line(name, plan, pairs)
+        pairs = [(processes[0][0][number][rank], processes[rank * width][1][number]) for rank in range(2)]
+        found += line(name, f"{precision} {plan}", pairs)
     return found
 
 
 def line(name: str, plan: str, pairs: list[tuple[float, float]]) -> list[float]:
-    text = f"{name:28} {plan:32}"
+    text = f"{name:28} {plan:37}"
     errors = []
     for rank, (predicted, counted) in enumerate(pairs):
         errors.append(100 * (predicted / counted - 1))
@@ -29,13 +33,13 @@ def line(name: str, plan: str, pairs: list[tuple[float, float]]) -> list[float]:
 
 def main(names: list[str]) -> None:
     errors = []
-    for name in names:
-        errors += rows(name, jobs.PLANS, 1)
+    for name, precision in product(names, PRECISIONS):
+        errors += rows(name, jobs.PLANS, 1, precision)
         if name in jobs.SHARED:
-            errors += rows(name, jobs.TENSOR, 2)
+            errors += rows(name, jobs.TENSOR, 2, precision)
         for plan, shape in jobs.SPILLED.items():
-            (pair,) = launch(jobs.spilled, 1, name, shape["schedule"], threads=1, quiet=True, deadline_s=300)
-            errors += line(name, plan, [pair])
+            (pair,) = launch(jobs.spilled, 1, name, precision, *shape, threads=1, quiet=True, deadline_s=300)
+            errors += line(name, f"{precision} {plan}", [pair])
     print(f"at most {max(map(abs, errors)):.1f} %")
 
 

@@ -22,14 +22,18 @@ def test_a_model_of_transformers_takes_the_memory_that_is_predicted() -> None:
     """`python -m tests.pipeline.memory_table` compares ten of them."""
     pipelines = [jobs.PLANS[plan] for plan in PLANS]
     shared = [{"schedule": "1f1b", "tensor": 2, "num_ranks": 1, "recompute": "layer"}]
-    ranks = launch(jobs.several, 2, NAME, [pipelines, shared], threads=1, quiet=True, deadline_s=120)
-    (found, _), (found_shared, _) = ranks[0][0]
-    for number, plan in enumerate(PLANS):
-        counted = [of_pipelines[number] for ((_, of_pipelines), _), _ in ranks]
-        assert found[number] == pytest.approx(counted, rel=0.03), plan
+    groups = [(pipelines, "fp32"), (pipelines, "bf16"), (shared, "fp32"), (shared, "bf16")]
+    ranks = launch(jobs.several, 2, NAME, groups, threads=1, quiet=True, deadline_s=240)
+    for group, (_, precision) in enumerate(groups[:2]):
+        found, _ = ranks[0][0][group]
+        for number, plan in enumerate(PLANS):
+            counted = [of_groups[group][1][number] for of_groups, _ in ranks]
+            assert found[number] == pytest.approx(counted, rel=0.03), (plan, precision)
     # Two processes share the only rank, and take as much.
-    for (_, (_, counted)), _ in ranks:
-        assert found_shared[0] == pytest.approx(counted, rel=0.03)
+    for group in (2, 3):
+        found_shared, _ = ranks[0][0][group]
+        for of_groups, _ in ranks:
+            assert found_shared[0] == pytest.approx(of_groups[group][1], rel=0.03)
     # The work of whole layers, scaled, is that of shards; gradients of a table are scaled to too much.
     embedding, *others = ranks[0][1]
     assert embedding[:2] == pytest.approx([1, 1], rel=0.07) and min(embedding) > 0.9
@@ -37,10 +41,33 @@ def test_a_model_of_transformers_takes_the_memory_that_is_predicted() -> None:
         assert layer == pytest.approx([1] * 4, rel=0.02)
 
 
-@pytest.mark.parametrize("plan", jobs.SPILLED)
-def test_a_rank_whose_stages_wait_in_the_hosts_memory_takes_the_memory_that_is_predicted(plan: str) -> None:
-    predicted, counted = jobs.spilled(NAME, jobs.SPILLED[plan]["schedule"])
+@pytest.mark.parametrize(("plan", "precision"), list(zip(jobs.SPILLED, ("fp32", "bf16", "bf16"), strict=True)))
+def test_a_rank_whose_stages_wait_in_the_hosts_memory_takes_the_memory_that_is_predicted(
+    plan: str, precision: str
+) -> None:
+    predicted, counted = jobs.spilled(NAME, precision, *jobs.SPILLED[plan])
     assert predicted == pytest.approx(counted, rel=0.03)
+
+
+GPT = {"layers": 4, "hidden": 64, "heads": 2, "context": 32, "vocab": 256}
+
+
+@pytest.mark.usefixtures("small_probes")
+@pytest.mark.parametrize(
+    ("name", "options", "precision", "schedule", "cap"),
+    [
+        ("gpt", {**GPT, "tied": False}, "fp32", "spilled", 2e6),
+        ("gpt", {**GPT, "tied": False}, "bf16", "breadth-first", 3.5e6),
+        ("gpt", {**GPT, "tied": True}, "bf16", "spilled", 2.7e6),
+        ("mlp", {"layers": 6, "width": 256, "inputs": 64}, "bf16", "breadth-first", 2.2e6),
+        ("convnet", {}, "fp32", "spilled", 2e6),
+    ],
+)
+def test_a_plan_for_a_cap_keeps_it_also_inside_instructions(
+    name: str, options: dict[str, object], precision: str, schedule: str, cap: float
+) -> None:
+    predicted, counted = jobs.capped(name, options, cap, precision, schedule)
+    assert 0.9 * predicted < counted <= predicted <= cap
 
 
 def test_copies_that_share_gradients_or_weights_take_the_memory_that_is_predicted() -> None:

@@ -39,8 +39,8 @@ def work_of(model, x, y=None, loss=lambda output, _: output.sum(), **more):
 
 def test_one_layer_of_each_kind_is_measured_and_speaks_for_the_others(monkeypatch):
     run = []
-    real = kinds._seconds
-    monkeypatch.setattr(kinds, "_seconds", lambda one, *rest: run.append(one.layer.name) or real(one, *rest))
+    real = kinds._trained
+    monkeypatch.setattr(kinds, "_trained", lambda one, *rest: run.append(one.layer.name) or real(one, *rest))
     computed, measured = profiled(layers_of())
     # The first block takes what needs a gradient, as all blocks do.
     assert run == ["0", "1", "5"]
@@ -123,7 +123,7 @@ def test_a_layer_that_cannot_run_by_itself_keeps_its_computed_seconds():
 
 def test_there_is_never_more_than_one_layer_in_memory(monkeypatch):
     alive: list[weakref.ref] = []
-    real = kinds._seconds
+    real = kinds._trained
 
     def spy(run, *rest):
         gc.collect()
@@ -131,7 +131,7 @@ def test_there_is_never_more_than_one_layer_in_memory(monkeypatch):
         alive.append(weakref.ref(run.layer.module))
         return real(run, *rest)
 
-    monkeypatch.setattr(kinds, "_seconds", spy)
+    monkeypatch.setattr(kinds, "_trained", spy)
     with torch.device("meta"):
         model = layers_of()
     profiled(model)

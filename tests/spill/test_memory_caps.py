@@ -50,9 +50,9 @@ GPT = {"layers": 3, "hidden": 32, "heads": 2, "context": 16, "vocab": 64}
 @pytest.mark.parametrize(
     ("name", "options", "optimizer", "keep", "cap"),
     [
-        ("gpt", {**GPT, "tied": False, "dropout": 0.1}, adamw, "auto", 350 * 1024),
+        ("gpt", {**GPT, "tied": False, "dropout": 0.1}, adamw, "auto", 400 * 1024),
         ("gpt", {**GPT, "tied": False}, adamw, "none", 450 * 1024),
-        ("gpt", {**GPT, "tied": True}, sgd, "auto", 450 * 1024),
+        ("gpt", {**GPT, "tied": True}, sgd, "auto", 500 * 1024),
         ("mlp", MLP, adamw, "auto", 150 * 1024),
     ],
     ids=["gpt", "gpt-replayed", "gpt-tied", "mlp"],

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipefit import Pipeline, Spilled
+from pipefit.stage.half_copies import HalfCopies
 
 MICROBATCHES = 4
 
@@ -94,14 +95,53 @@ def test_a_weight_is_cast_once_in_a_step() -> None:
     pipe.step(*batch())
     with Casts() as casts:
         pipe.step(*batch())
-    assert casts.found[12, 10] == casts.found[7, 12] == casts.found[5, 7] == 1
-    assert casts.found[12, 12] == 2  # the part without a gradient has its own
+    assert casts.found[12, 10] == casts.found[12, 12] == casts.found[7, 12] == casts.found[5, 7] == 1
 
 
-def test_a_spilled_stage_casts_its_weights_once_in_a_visit() -> None:
-    resident, spilled = pipeline(stages=4), pipeline(stages=4, chunks=4, spill=Spilled())
+def test_replayed_layers_use_the_copies_of_their_forwards() -> None:
+    pipe = pipeline(recompute="layer")
+    pipe.step(*batch())
+    with Casts() as casts:
+        pipe.step(*batch())
+    assert casts.found[12, 12] == 1
+
+
+def test_a_gradient_is_cast_as_soon_as_it_is_complete() -> None:
+    """Autograd runs older nodes later, and copies are older than all but the first micro-batch."""
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(3)]
+    halves = HalfCopies()
+    halves.take(layers, torch.bfloat16, "cpu")
+    order: list[str] = []
+    for index, layer in enumerate(layers):
+        layer.weight.register_post_accumulate_grad_hook(lambda _, index=index: order.append(f"weight {index}"))
+    for _ in range(2):
+        order.clear()
+        x = torch.randn(2, 4)
+        with torch.autocast("cpu", torch.bfloat16):
+            for index, layer in enumerate(layers):
+                x = halves.forwards[layer](x)
+                x.register_hook(lambda _, index=index: order.append(f"output {index}"))
+        x.sum().backward()
+        assert order == ["output 2", "weight 2", "output 1", "weight 1", "output 0", "weight 0"]
+
+
+def test_a_copy_that_was_made_in_inference_mode_trains() -> None:
+    layer = nn.Linear(4, 4)
+    halves = HalfCopies()
+    halves.take([layer], torch.bfloat16, "cpu")
+    x = torch.randn(2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.inference_mode():
+            halves.forwards[layer](x)
+        halves.forwards[layer](x).sum().backward()
+    assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("keep", ["none", "all"])
+def test_a_spilled_stage_casts_its_weights_once_in_a_visit(keep: str) -> None:
+    resident, spilled = pipeline(stages=4), pipeline(stages=4, chunks=4, spill=Spilled(keep=keep))
     assert [resident.step(*batch()) for _ in range(3)] == [spilled.step(*batch()) for _ in range(3)]
     with Casts() as casts:
         spilled.step(*batch())
-    assert casts.found[12, 10] == 2
+    assert casts.found[7, 12] == 2
     spilled.close()

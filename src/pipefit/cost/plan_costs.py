@@ -179,19 +179,20 @@ def _work_of(
     gradients as it keeps, and sums them; other libraries sum on the way.
     """
     rows = []
-    entering = 0.0
+    entering = widened = 0.0
     for stage, layers in enumerate(stages):
         grad = cost.grad_bytes[stage]
         received = 0.0
         if profile.device.startswith("cpu"):
             received = 1 - 1 / parts[stage]
-        row = work_of(layers, cost.act_bytes[stage], grad, entering, received)
+        row = work_of(layers, cost.act_bytes[stage], grad, entering, received, widened)
         row[Work.LOSS.value] = max(profile.loss_work_bytes - grad, 0.0)
         whole = profile.step_work_of(partition.stages[stage].layers)
         every = sum(layer.step_work_bytes for layer in layers)
         row[Work.STEP.value] = min(whole, every / parts[stage])
         rows.append(row)
         entering = grad
+        widened = layers[-1].inner_bytes or 0.0
     return {kind: tuple(row[kind] for row in rows) for kind in map(str, Work)}
 
 

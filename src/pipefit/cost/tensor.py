@@ -74,6 +74,8 @@ def tensor_shard(profile: Profile, tensor: int, topology: Topology) -> Profile:
                 selective_bytes=chosen,
                 attention_s=layer.attention_s / tensor,
                 step_work_bytes=layer.step_work_bytes / tensor,
+                inner_bytes=layer.inner_bytes,
+                copy_bytes=layer.copy_bytes / tensor,
                 **_work(layer, kind, stream, tensor),
             )
         )

@@ -27,7 +27,7 @@ def bucket_bytes(total: float) -> float:
 
 
 def work_of(
-    layers: Sequence[Layer], act: float, grad: float, entering: float, received: float = 0.0
+    layers: Sequence[Layer], act: float, grad: float, entering: float, received: float = 0.0, widened: float = 0.0
 ) -> dict[str, float]:
     """Bytes of a stage's instructions beyond the values that they need and make, by the kinds of `Work`.
 
@@ -37,8 +37,14 @@ def work_of(
         grad: bytes of its gradient, which is there throughout the backward.
         entering: bytes of the gradient of the stage's input.
         received: bytes that a sum over its copies receives, for each byte of the gradients.
+        widened: bytes of the stage's input where it came in a half type; 0: it is used as it came.
     """
-    saved = before = 0.0
+    saved = 0.0
+    # The input of a layer, and the part of it that is in the memory of the stage's input, which is among the saved.
+    before = widened
+    known = entering
+    if widened:
+        known = 0.0
     forward = bare = backward = first = 0.0
     reached = []
     trained = arrived = sum(layer.wgrad_bytes for layer in layers)
@@ -51,19 +57,26 @@ def work_of(
         if layer.idle_bytes:
             # Sums begin in order, so a bucket with a weight that no backward reaches holds up those that follow it.
             early = full
-        forward = max(forward, saved + (layer.forward_work_bytes or 0.0))
+        forward = max(forward, saved + max(before - known, 0.0) + (layer.forward_work_bytes or 0.0))
         bare = max(bare, before + (layer.bare_work_bytes or 0.0))
         saved += layer.saved_bytes
         # The gradients of the weights of later layers are there when an earlier one works.
         first += layer.wgrad_bytes
-        inner = layer.output_bytes
+        output = layer.output_bytes
+        if layer.inner_bytes is not None:
+            output = layer.inner_bytes
+        inner = output
         if layer is layers[-1]:
             inner = 0.0
         further = saved + inner + (layer.backward_work_bytes or 0.0)
         reached.append((further, full))
         backward = max(backward, further)
         first = max(first, saved + inner + (layer.first_work_bytes or 0.0))
-        before = layer.output_bytes
+        before = output
+    if layers[-1].inner_bytes is not None:
+        # The output is there twice, as it was made and as it travels.
+        forward = max(forward, saved + before + act)
+        bare = max(bare, before + act)
     last = max(further + received * min(full, early) for further, full in reached)
     found = {
         Work.FORWARD: forward - saved - act,
@@ -74,5 +87,6 @@ def work_of(
         Work.LAST: last - saved - entering,
         Work.EARLY: received * early,
         Work.SUM: received * (trained - early),
+        Work.COPIES: sum(layer.copy_bytes for layer in layers),
     }
     return {kind.value: max(size, 0.0) for kind, size in found.items()}

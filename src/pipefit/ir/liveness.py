@@ -140,7 +140,7 @@ def _find_working(program: Program, rank: int, summed: bool) -> list[Lifetime]:
                 continue
             born = -1
             dies = len(instructions)
-        elif value.kind == WGRAD and instructions[born].op is Op.BWD:
+        elif value.kind == WGRAD and instructions[born].op is Op.BWD and not header.is_spilled(value.stage):
             firsts.add(born)
             born += 1
             dies = max(born, dies)
@@ -161,6 +161,37 @@ def _find_working(program: Program, rank: int, summed: bool) -> list[Lifetime]:
         if kind is not None:
             work = Value(kind.value, stage, index)
             found.append(Lifetime(work, index, index))
+    return [*found, *_half_copies(program, rank)]
+
+
+def _half_copies(program: Program, rank: int) -> list[Lifetime]:
+    """The half copies of a rank's weights: from the first forward with a version to the last computation.
+
+    Steps and drops end them; a micro-batch in flight holds those that its forward used. A spilled stage that keeps its
+    saved tensors makes them again for its backwards.
+    """
+    found = []
+    present: dict[int, Lifetime] = {}
+    used: dict[StageAt, Lifetime] = {}
+    kept: Sequence[int] = ()
+    if program.header.spill is not None:
+        kept = program.header.spill.keeps
+    for index, i in enumerate(program.ranks[rank]):
+        stage = i.stage
+        micro = (stage, i.mb)
+        if i.op in (Op.STEP, Op.DROP):
+            present.clear()
+        elif i.op in FORWARD_OPS or (i.op in COMPUTE_OPS and stage in kept):
+            copies = Value(Work.COPIES.value, stage, i.version)
+            life = present.get(stage)
+            if life is None or life.value != copies:
+                life = Lifetime(copies, index, index)
+                present[stage] = life
+                found.append(life)
+            life.dies = index
+            used[micro] = life
+        elif i.op in COMPUTE_OPS and micro in used:
+            used[micro].dies = index
     return found
 
 

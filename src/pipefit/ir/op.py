@@ -90,6 +90,7 @@ class Work(enum.StrEnum):
     EARLY: of a sum of which each replica keeps its part: what it receives of the others for the buckets that the
         last backward fills.
     SUM: the same for other buckets.
+    COPIES: of the half copies of a version of a stage's weights, from the first forward that makes them on.
     """
 
     FORWARD = "forward work"
@@ -102,6 +103,7 @@ class Work(enum.StrEnum):
     STEP = "step work"
     EARLY = "early sum work"
     SUM = "sum work"
+    COPIES = "half copies"
 
 
 class Reduction(enum.StrEnum):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.parallel.buckets import GradientBuckets
+from pipefit.stage.half_copies import HalfCopies
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,8 @@ class Store(Protocol):
         """The context, between programs, in which all weights can be written."""
         return nullcontext()
 
-    def saving(self) -> AbstractContextManager[None]:
-        """The context of a forward whose weights may be elsewhere in its backward."""
+    def saving(self, halves: HalfCopies) -> AbstractContextManager[None]:
+        """The context of a forward whose weights, with their half copies, may be elsewhere in its backward."""
         return nullcontext()
 
 

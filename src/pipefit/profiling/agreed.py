@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -15,16 +14,16 @@ from torch.utils._pytree import tree_map
 from pipefit.profiling.kinds import profile_kinds
 from pipefit.profiling.machine import measure_device
 from pipefit.profiling.measure import profile_sizes
-from pipefit.profiling.tensors import map_tensors
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.collectives import agree, attempt, meet
 from pipefit.runtime.progress import MEASURING
 from pipefit.runtime.session import Session
 from pipefit.spec import Profile
 from pipefit.stage.compiler import Forward, compiled_forwards
+from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.materialise import is_meta
+from pipefit.stage.split import modules_of
 from pipefit.stage.stage import replaced_forwards
-from pipefit.stage.training import Loss
 
 _REPEATS = 9
 _LIMIT_S = 5.0
@@ -49,16 +48,20 @@ def agreed_profile(
         return agreed(session, lambda: _by_kinds(work, microbatch_sizes))
     x, y = work.batch("measuring the layers")
     forwards = compiled_forwards(work.layers, work.compiler)
-    loss = work.loss
+    halves = HalfCopies()
     if work.half is not None:
+        modules = [module for layer in work.layers for _, module in modules_of(layer.module)]
+        if forwards:
+            modules = []
+        halves.take(modules, work.half, work.device.type)
+        forwards |= halves.forwards
         forwards |= _under_autocast(work, forwards)
-        loss = partial(_of_float32, loss, work.half)
 
     def measure() -> Profile:
         return profile_sizes(
             work.layers,
             x,
-            loss,
+            work.loss_of,
             y,
             microbatch_sizes=microbatch_sizes,
             repeats=repeats,
@@ -68,6 +71,7 @@ def agreed_profile(
             threads=None,
             optimizer=work.optimizer,
             clips=work.clips,
+            halves=halves,
         )
 
     with replaced_forwards(forwards):
@@ -80,11 +84,6 @@ def _under_autocast(work: Workload, compiled: Mapping[nn.Module, Forward]) -> di
     autocast = torch.autocast(work.device.type, work.half)
     modules = [layer.module for layer in work.layers]
     return {module: autocast(compiled.get(module, module.forward)) for module in modules}
-
-
-def _of_float32(loss: Loss, half: torch.dtype, output: Any, target: Any) -> Any:
-    """The loss of an output in the half type, which a run gives to its loss in float32."""
-    return loss(map_tensors(lambda leaf: leaf.float() if leaf.dtype == half else leaf, output), target)
 
 
 def _by_kinds(work: Workload, microbatch_sizes: Sequence[int]) -> Profile:

@@ -22,8 +22,9 @@ from torch.func import functional_call
 from pipefit.cost.kernels import kernels_s, timed
 from pipefit.cutting.states import attributes_kept
 from pipefit.errors import ModelError, ProfileError
+from pipefit.profiling.computed_work import layer_work, loss_work
 from pipefit.profiling.counting import KernelCount, pretended
-from pipefit.profiling.survey import bytes_of, saved_storages, storage_key, weighed
+from pipefit.profiling.survey import bytes_of, saved_storages, storage_key, travelling, weighed
 from pipefit.profiling.tensors import (
     batch_of,
     call_layer,
@@ -38,10 +39,11 @@ from pipefit.spec.counted import Kernel, Kernels, LayerCount
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
 from pipefit.stage.device import random_state_kept
+from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.payload import sent
 from pipefit.stage.replay import AttentionCores, replayed, replayed_module
-from pipefit.stage.split import NamedLayer, named_layers
-from pipefit.stage.stage import in_mode
+from pipefit.stage.split import NamedLayer, modules_of, named_layers
+from pipefit.stage.stage import in_mode, replaced_forwards
 from pipefit.stage.training import Loss, with_metrics
 
 # Adam on float32 reads weight, gradient and two states, and writes all but the gradient: seven passes of 4 bytes.
@@ -68,6 +70,8 @@ def analytic_profile(
     microbatch_size: int | None = None,
     dtype: torch.dtype | None = None,
     model: str = "",
+    half: torch.dtype | None = None,
+    works: bool = False,
 ) -> Profile:
     """Computes a profile from FLOP and bytes, as `profile_layers` would measure it on such a device.
 
@@ -83,6 +87,8 @@ def analytic_profile(
         microbatch_size: samples per micro-batch; None: as many as the example has. It may be larger than the example's.
         dtype: of floating weights and inputs; None: as they are.
         model: name for the profile.
+        half: the type that autocast computes in; None: no autocast.
+        works: whether the memory that layers and loss take while they work is counted too.
 
     Raises:
         ProfileError: the device's `flops` are not known.
@@ -96,12 +102,15 @@ def analytic_profile(
         size = batch
     else:
         size = microbatch_size
-    costs = layer_costs(chain, example_input, device, size, dtype)
-    loss_s = 0.0
+    costs = layer_costs(chain, example_input, device, size, dtype, half, works)
+    loss_s = loss_work_bytes = 0.0
     if loss:
         goal = _form(target, dtype, batch, size)
         with random_state_kept(torch.device("cpu")), attributes_kept((), loss):
             loss_s = _loss_s(loss, costs[-1].output, goal, device)
+            if works:
+                with pretended():
+                    loss_work_bytes = loss_work(loss, like(costs[-1].output), like(goal))
     bandwidth = device.memory_bandwidth_bytes_per_s
     optimizer_s = 0.0
     if bandwidth:
@@ -110,7 +119,10 @@ def analytic_profile(
     named = []
     for layer, cost in zip(chain, costs, strict=True):
         input_bytes = _input_bytes(layer, cost, len(chain))
-        named.append(replace(cost.layer, name=layer.name, input_bytes=input_bytes))
+        found = replace(cost.layer, name=layer.name, input_bytes=input_bytes)
+        if half is not None and layer is not chain[-1]:
+            found = travelling(found, cost.output, half)
+        named.append(found)
     return Profile(
         model=model,
         microbatch_size=size,
@@ -119,6 +131,7 @@ def analytic_profile(
         source=f"computed from FLOP and bytes of each operation; torch {torch.__version__}",
         loss_s=loss_s,
         optimizer_s=optimizer_s,
+        loss_work_bytes=loss_work_bytes,
     )
 
 
@@ -134,6 +147,8 @@ def layer_costs(
     device: Device,
     microbatch_size: int,
     dtype: torch.dtype | None = None,
+    half: torch.dtype | None = None,
+    works: bool = False,
 ) -> list[LayerCost]:
     """The cost of each layer; identical layers with inputs of one form share one object."""
     form = _form(example_input, dtype, batch_of(example_input), microbatch_size)
@@ -143,7 +158,7 @@ def layer_costs(
         for layer in chain:
             key = (configuration_of(layer.module), repr(form))
             if key not in known:
-                known[key] = _cost(layer.name, layer.module, form, device, dtype)
+                known[key] = _cost(layer.name, layer.module, form, device, dtype, half, works)
             costs.append(known[key])
             form = costs[-1].output
     return costs
@@ -218,19 +233,37 @@ _PATH_NUMBER = re.compile(r"\.\d+\.")
 _PLAIN = (int, float, str, bool, tuple, list, dict, type(None), torch.dtype, torch.device, partial, BuiltinFunctionType)
 
 
-def _cost(name: str, layer: nn.Module, form: Any, device: Device, dtype: torch.dtype | None) -> LayerCost:
+def _cost(
+    name: str,
+    layer: nn.Module,
+    form: Any,
+    device: Device,
+    dtype: torch.dtype | None,
+    half: torch.dtype | None,
+    works: bool,
+) -> LayerCost:
     """Evaluates one layer on fake tensors."""
     counter = KernelCount([])
-    with in_mode(True, layer), pretended(), torch.enable_grad():
+    halves = HalfCopies()
+    if half is not None:
+        halves.take((module for _, module in modules_of(layer)), half, "cpu")
+    computing = torch.autocast("cpu", half, enabled=half is not None)
+    with in_mode(True, layer), pretended(), torch.enable_grad(), computing, replaced_forwards(halves.forwards):
         state = pretended_state(layer, dtype)
 
         def run(x: Any) -> Any:
             return call_layer(name, lambda x: functional_call(layer, state, (x,)), x)
 
         weights = [state[key] for key, _ in layer.named_parameters()]
-        persistent = {storage_key(tensor) for tensor in state.values()}
+        if half is not None:
+            run(like(form))
+        copies = halves.of_each(weights)
+        persistent = {storage_key(tensor) for tensor in (*state.values(), *copies)}
         count, output = count_layer(counter, run, form, weights, persistent)
-    return LayerCost(timed(name, count, device), form, forms_of(output), count)
+        found = replace(timed(name, count, device), copy_bytes=num_bytes(copies))
+        if works:
+            found = replace(found, **layer_work(run, like(form), weights))
+    return LayerCost(found, form, forms_of(output), count)
 
 
 def count_layer(
@@ -315,6 +348,8 @@ def pretended_state(layer: nn.Module, dtype: torch.dtype | None) -> dict[str, Te
         if id(tensor) not in made:
             kind = _dtype_of(tensor, dtype)
             made[id(tensor)] = torch.empty(tensor.shape, dtype=kind, requires_grad=tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter):
+                made[id(tensor)] = nn.Parameter(made[id(tensor)].detach(), tensor.requires_grad)
         state[name] = made[id(tensor)]
     return state
 

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipefit.errors import ModelError
 from pipefit.profiling.analytic import LayerCost, analytic_profile, layer_costs
 from pipefit.profiling.clock import Clock, median_of
-from pipefit.profiling.optimizer import step_seconds
+from pipefit.profiling.optimizer import step_growth, step_seconds
 from pipefit.profiling.passes import Step
 from pipefit.profiling.survey import bytes_of, saved_storages, storage_key
 from pipefit.profiling.tensors import batch_of, call_layer, graded, map_tensors, num_bytes, placed, take, tensors_of
@@ -38,7 +38,6 @@ from pipefit.stage.device import random_state_kept
 from pipefit.stage.materialise import is_meta, stand_in
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import replaced_forwards
-from pipefit.stage.training import MakeOptimizer
 
 _FEWEST = 2
 _MOST = 15
@@ -53,21 +52,39 @@ for a layer that saves more than so many bytes this cache does not matter."""
 _SMALL_BYTES = 64 << 20
 """Size of a layer that is run regardless of the memory limit."""
 
-_Seconds = tuple[float, float, float]
-"""Those of a forward, of a backward, and of a step on the layer's weights."""
+
+_AT_ONCE = 1.5
+"""Memory of a step on all weights of a layer over that of its largest weight, from which it works on all at once."""
+
+
+class _Trained(NamedTuple):
+    """Measurements of a layer that was trained.
+
+    Attributes:
+        forward_s: seconds of its forward.
+        backward_s: seconds of its backward.
+        step_s: seconds of a step on its weights; 0: it has none, or there was no memory.
+        step_bytes: the most by which memory grew in this step.
+        one_step_bytes: the same of a step on its largest weight.
+    """
+
+    forward_s: float
+    backward_s: float
+    step_s: float
+    step_bytes: float
+    one_step_bytes: float
 
 
 class _Found(NamedTuple):
     """Measurements of one layer.
 
     Attributes:
-        seconds: forward, backward, and a step on its weights (0: it has none, or there was no memory); None: there was
-            no memory to train it.
+        trained: those of its training; None: there was no memory for it.
         noted_bytes: memory that a forward leaves in use in addition to tensors: autograd's own data until the backward,
             and the allocator's rounding.
     """
 
-    seconds: _Seconds | None
+    trained: _Trained | None
     noted_bytes: float
 
 
@@ -98,11 +115,17 @@ def profile_kinds(
     """
     x, y = work.batch("measuring the layers")
     place = work.device
-    # Tensors without data are on the CPU: under autocast saved half-size tensors and cast weights are counted.
-    with torch.autocast("cpu", work.half, enabled=work.half is not None):
-        computed = analytic_profile(
-            work.layers, x, device, work.loss, y, microbatch_size=microbatch_size, model="the model"
-        )
+    computed = analytic_profile(
+        work.layers,
+        x,
+        device,
+        work.loss_of,
+        y,
+        microbatch_size=microbatch_size,
+        model="the model",
+        half=work.half,
+        works=True,
+    )
     costs = layer_costs(work.layers, x, Device(flops=1.0), microbatch_size)
     first = placed(take(x, microbatch_size, batch_of(x)), place, None)
     found: dict[int, _Found] = {}
@@ -123,11 +146,10 @@ def profile_kinds(
                 run = _Forward(present, payload, place, work.half)
                 run()
                 noted_bytes = _noted_bytes(run)
+                measured = None
                 if trained:
-                    seconds = _seconds(run, work.optimizer, room_bytes, state_per_weight)
-                else:
-                    seconds = None
-            found[id(cost)] = _Found(seconds, noted_bytes)
+                    measured = _trained(run, work, room_bytes, state_per_weight)
+            found[id(cost)] = _Found(measured, noted_bytes)
             del present, run
     return _corrected(computed, [found.get(id(cost)) for cost in costs])
 
@@ -179,7 +201,7 @@ def _numbers_like(tensor: Tensor, device: torch.device) -> Tensor:
     return made
 
 
-def _seconds(run: _Forward, optimizer: MakeOptimizer, room_bytes: float, state_per_weight: float) -> _Seconds:
+def _trained(run: _Forward, work: Workload, room_bytes: float, state_per_weight: float) -> _Trained:
     clock = Clock(run.device)
     weights = graded(run.layer.module.parameters())
     for parameter in weights:
@@ -190,11 +212,15 @@ def _seconds(run: _Forward, optimizer: MakeOptimizer, room_bytes: float, state_p
         leaf.grad = None
     forward_s = median_of([one.forward_s[0] for one in passes])
     backward_s = median_of([one.backward_s[0] for one in passes])
-    step_s = 0.0
-    largest = max((p.nbytes for p in weights), default=0)
+    step_s = step_bytes = one_step_bytes = 0.0
+    by_size = sorted(weights, key=torch.numel)
+    largest = num_bytes(by_size[-1:])
     if (2 + state_per_weight) * num_bytes(weights) + 3 * largest <= room_bytes:
-        step_s = step_seconds(weights, optimizer, clock, len(passes))
-    return forward_s, backward_s, step_s
+        step_s = step_seconds(weights, work.optimizer, clock, len(passes))
+        grown = partial(step_growth, optimizer=work.optimizer, clips=work.clips, device=run.device)
+        step_bytes = grown(weights)
+        one_step_bytes = grown(by_size[-1:])
+    return _Trained(forward_s, backward_s, step_s, step_bytes, one_step_bytes)
 
 
 def _noted_bytes(run: _Forward) -> float:
@@ -243,45 +269,62 @@ def _repeated(measure: Callable[[], T]) -> list[T]:
 
 def _corrected(profile: Profile, found: Sequence[_Found | None]) -> Profile:
     layers = []
-    timed: list[_Seconds | None] = []
+    trained: list[_Trained | None] = []
     totals = []
     steps = []
+    grown = []
+    together = []
     for layer, one in zip(profile.layers, found, strict=True):
-        seconds = None
+        measured = None
         if one is not None:
             layer = msgspec.structs.replace(layer, saved_bytes=layer.saved_bytes + one.noted_bytes)
-            seconds = one.seconds
+            measured = one.trained
         layers.append(layer)
-        timed.append(seconds)
-        if seconds is not None:
-            forward_s, backward_s, step_s = seconds
-            totals.append((layer.total_s, forward_s + backward_s))
-            if step_s:
-                steps.append((layer.wgrad_bytes, step_s))
+        trained.append(measured)
+        if measured is not None:
+            totals.append((layer.total_s, measured.forward_s + measured.backward_s))
+            if measured.step_s:
+                steps.append((layer.wgrad_bytes, measured.step_s))
+                grown.append((layer.wgrad_bytes, measured.step_bytes))
+                together.append((measured.one_step_bytes, measured.step_bytes))
     if not totals:
         return msgspec.structs.replace(profile, layers=tuple(layers))
     ratio = _ratio(totals)
-    per_byte = _ratio(steps, none=0.0)
+    per_byte_s = _ratio(steps, none=0.0)
+    per_byte = _ratio(grown, none=0.0)
 
-    def corrected(layer: Layer, seconds: _Seconds | None) -> Layer:
-        forward_s, backward_s, step_s = seconds or (layer.forward_s * ratio, layer.backward_s * ratio, 0.0)
+    def corrected(layer: Layer, measured: _Trained | None) -> Layer:
+        if measured is None:
+            measured = _Trained(layer.forward_s * ratio, layer.backward_s * ratio, 0.0, 0.0, 0.0)
+        backward_s = measured.backward_s
+        step_s = layer.wgrad_bytes * per_byte_s
+        step_bytes = layer.wgrad_bytes * per_byte
+        if measured.step_s:
+            step_s = measured.step_s
+            step_bytes = measured.step_bytes
         inputs = 0.0
         if layer.backward_s:
             inputs = layer.backward_input_s / layer.backward_s
         return msgspec.structs.replace(
             layer,
-            forward_s=forward_s,
+            forward_s=measured.forward_s,
             backward_input_s=backward_s * inputs,
             backward_weight_s=backward_s * (1 - inputs),
-            step_s=step_s or layer.wgrad_bytes * per_byte,
+            step_s=step_s,
+            step_work_bytes=step_bytes,
         )
 
-    layers = list(map(corrected, layers, timed))
+    layers = list(map(corrected, layers, trained))
+    growths = [layer.step_work_bytes for layer in layers]
+    growth = max(growths)
+    if _ratio(together) > _AT_ONCE:
+        growth = sum(growths)
     return msgspec.structs.replace(
         profile,
         layers=tuple(layers),
         loss_s=profile.loss_s * ratio,
         optimizer_s=sum(layer.step_s for layer in layers) or profile.optimizer_s,
+        step_work_bytes=growth,
         source=f"{profile.source}; {len(totals)} of {len(layers)} layers by one of their kind, measured",
     )
 

@@ -23,6 +23,7 @@ from pipefit.profiling.tensors import batch_of, describe, graded, num_bytes, par
 from pipefit.profiling.untouched import untouched, with_threads
 from pipefit.spec.profile import Layer, Profile
 from pipefit.stage import accelerator
+from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.record_layout import name_of
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.training import Loss, MakeOptimizer
@@ -48,6 +49,7 @@ def profile_layers(
     optimizer: MakeOptimizer | None = None,
     clips: bool = False,
     model: str = "",
+    halves: HalfCopies | None = None,
 ) -> Profile:
     """Measures forward, input gradient and weight gradient of every layer, and the whole step, alternating.
 
@@ -75,6 +77,7 @@ def profile_layers(
         optimizer: parameters -> optimizer; its step on copies of the trainable weights gives `optimizer_s`.
         clips: whether a step also takes the norm of the gradients and scales them.
         model: name for the profile.
+        halves: the half copies of weights with which the layers run.
 
     Returns:
         A profile in which the layers' seconds and `loss_s` add up to `step_s`, except for noise.
@@ -98,7 +101,7 @@ def profile_layers(
     with with_threads(threads), untouched(chain, place, dtype, loss):
         payload = placed(take(example_input, size, batch), place, dtype)
         goal = placed(take(target, size, batch), place, dtype)
-        found = survey(chain, payload)
+        found = survey(chain, payload, halves)
         step = Step(chain, payload, loss, goal, Clock(place), any(one.has_cores for one in found))
         bare, first, further = step.work()
         idle = [num_bytes(filter(_is_idle, layer.module.parameters())) for layer in chain]

@@ -15,7 +15,9 @@ from pipefit.errors import ModelError
 from pipefit.profiling.tensors import call_layer, graded, num_bytes, tensors_of
 from pipefit.runtime.halves import Saved, input_half
 from pipefit.spec.profile import Layer
+from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.payload import sent
+from pipefit.stage.precision import narrowed
 from pipefit.stage.replay import AttentionCores, replayed_module
 from pipefit.stage.split import NamedLayer
 
@@ -36,16 +38,18 @@ class Weighed(NamedTuple):
     has_cores: bool
 
 
-def survey(chain: Sequence[NamedLayer], payload: Any) -> list[Weighed]:
+def survey(chain: Sequence[NamedLayer], payload: Any, halves: HalfCopies | None = None) -> list[Weighed]:
     """Runs the layers once and counts the bytes of each one.
 
     A storage that two layers save (the output of a ReLU is the input of the linear layer after it) counts once, for
-    the first of them: the sum over the layers of a stage is the bytes it keeps, without its input.
+    the first of them: the sum over the layers of a stage is the bytes it keeps, without its input. Half copies of
+    weights, which all micro-batches share, are counted on their own.
 
     Raises:
         ModelError: a layer raises; the message names it and the shapes of its input.
     """
     roots = nn.ModuleList([layer.module for layer in chain])
+    halves = halves or HalfCopies()
     persistent = {storage_key(tensor) for tensor in (*roots.parameters(), *roots.buffers())}
     seen: dict[int, Any] = {}
     found = []
@@ -65,15 +69,20 @@ def survey(chain: Sequence[NamedLayer], payload: Any) -> list[Weighed]:
         with saved_storages(seen, persistent), AttentionCores(counted):
             payload = call_layer(layer.name, layer.module, given)
         learns = any(parameter.requires_grad for parameter in weights)
-        saved = list(seen.values())[len(before) :]
+        copies = halves.of_each(weights)
+        persistent.update(map(storage_key, copies))
+        saved = [storage for key, storage in seen.items() if key not in before and key not in persistent]
         made = weighed(layer.name, inputs, payload, saved, weights)
+        if halves.half is not None and layer is not chain[-1]:
+            made = travelling(made, payload, halves.half)
+        made = replace(made, copy_bytes=num_bytes(copies))
         if replayed_module(layer, len(chain)) is not None:
             made = replace(made, input_bytes=input_bytes)
         if cores:
             chosen = dict(before)
             with saved_storages(chosen, persistent), AttentionCores():
                 call_layer(layer.name, layer.module, given)
-            kept = list(chosen.values())[len(before) :]
+            kept = [storage for key, storage in chosen.items() if key not in before]
             made = replace(made, selective_bytes=bytes_of(kept))
         found.append(Weighed(made, bool(inputs), learns, cores > 0))
     return found
@@ -105,6 +114,16 @@ def weighed(name: str, inputs: list[Tensor], output: Any, saved: Iterable[Any], 
         half_bytes=_half_bytes(inputs, learned),
         trained_bytes=num_bytes(graded(weights)),
     )
+
+
+def travelling(layer: Layer, output: Any, half: torch.dtype) -> Layer:
+    """The layer whose output travels in a half type where it carries a gradient."""
+    leaves = tensors_of(sent(output))
+    narrow = narrowed(leaves, [leaf.requires_grad for leaf in leaves], half)
+    size = num_bytes(narrow)
+    if size == layer.output_bytes:
+        return layer
+    return replace(layer, output_bytes=size, grad_bytes=num_bytes(graded(narrow)), inner_bytes=layer.output_bytes)
 
 
 def bytes_of(storages: Iterable[Any]) -> int:

@@ -65,7 +65,8 @@ def take(payload: Any, count: int, batch: int) -> Any:
 
     def first(tensor: Tensor) -> Tensor:
         if tensor.dim() and tensor.shape[0] == batch:
-            return tensor[:count]
+            # In memory of its own, which is counted where a layer saves it.
+            return tensor[:count].clone()
         return tensor
 
     return map_tensors(first, payload)

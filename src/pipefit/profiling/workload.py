@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipefit.errors import PlanError
 from pipefit.parallel.loss import Loss
+from pipefit.profiling.tensors import map_tensors
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import MakeOptimizer
 
@@ -45,6 +46,10 @@ class Workload:
     def fresh(self) -> nn.Sequential:
         """A copy of the whole model."""
         return copy.deepcopy(nn.Sequential(*(layer.module for layer in self.layers)))
+
+    def loss_of(self, output: Any, target: Any) -> Tensor:
+        """The loss; an output in the half type is first converted to float32, as in a run."""
+        return self.loss(map_tensors(lambda leaf: leaf.float() if leaf.dtype == self.half else leaf, output), target)
 
     def batch(self, why: str) -> tuple[Any, Any]:
         """The example.

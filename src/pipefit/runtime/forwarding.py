@@ -46,8 +46,8 @@ def run_stage(run: Execution, i: Instruction, replay: bool) -> tuple[Saved, Mess
         given: Message = run.values["act", i.stage - 1, i.mb]
     else:
         given = run.values["input", 0, i.mb][0]
+    given = given._replace(leaves=widened(given.leaves, given.flags, stage.half))
     leaves, inputs = given.as_inputs()
-    leaves = widened(leaves, given.flags, stage.half)
     leaves = _guarded(run, i, leaves)
     versions = list(map(_version, leaves))
     worker.stores[i.stage].at(i.version)

@@ -20,7 +20,7 @@ from pipefit.runtime.halves import Saved, WeightRun, accumulate_backward, input_
 from pipefit.runtime.transport import Message
 from pipefit.runtime.updating import count_batchnorms, reduce_norm, update_of
 from pipefit.stage.payload import flatten_any
-from pipefit.stage.precision import in_float32
+from pipefit.stage.precision import in_float32, narrowed
 from pipefit.stage.training import checked_loss
 
 
@@ -95,13 +95,13 @@ def _backward(run: Execution, i: Instruction) -> None:
     if i.stage > run.header.frozen:
         leaves: Sequence[Any] = saved.inputs
         found = [leaf.grad for leaf in leaves]
-        run.values["grad", i.stage - 1, i.mb] = _whole(found, leaves)
+        run.values["grad", i.stage - 1, i.mb] = _crossing(run, i, found, leaves)
 
 
 def _run_backward(run: Execution, i: Instruction, work: Callable[[], None]) -> None:
     """Runs what adds to the gradients of a stage's weights."""
     run.worker.stores[i.stage].at(i.version)
-    with run.worker.stages[i.stage].replaying():
+    with run.worker.stages[i.stage].replaying(i.version):
         if i.stage in run.worker.buckets:
             reducing.backward(run, i, work)
         else:
@@ -118,14 +118,21 @@ def _whole(grads: Sequence[Tensor | None], leaves: Sequence[Any]) -> Message:
     return Message(whole)
 
 
+def _crossing(run: Execution, i: Instruction, grads: Sequence[Tensor | None], leaves: Sequence[Any]) -> Message:
+    """The gradients of a stage's inputs, in the type in which these came."""
+    message = _whole(grads, leaves)
+    flags = [True] * len(message.leaves)
+    return Message(narrowed(message.leaves, flags, run.worker.stages[i.stage].half))
+
+
 def _backward_input(run: Execution, i: Instruction) -> None:
     saved: Saved = run.values["saved", i.stage, i.mb]
     grads = run.values.pop(("grad", i.stage, i.mb)).leaves
     run.worker.stores[i.stage].at(i.version)
-    with run.worker.stages[i.stage].replaying():
+    with run.worker.stages[i.stage].replaying(i.version):
         found, run.values["half", i.stage, i.mb] = input_half(saved, grads)
     if i.stage > run.header.frozen:
-        run.values["grad", i.stage - 1, i.mb] = _whole(found, saved.inputs)
+        run.values["grad", i.stage - 1, i.mb] = _crossing(run, i, found, saved.inputs)
 
 
 def _backward_weight(run: Execution, i: Instruction) -> None:

@@ -71,7 +71,7 @@ def saving(run: Execution, i: Instruction) -> contextlib.AbstractContextManager[
     """The context of a forward: tensors that autograd saves of a stage that keeps them must not be in its slot."""
     spill = run.header.spill
     if spill is not None and i.stage in spill.keeps:
-        return run.worker.stores[i.stage].saving()
+        return run.worker.stores[i.stage].saving(run.worker.stages[i.stage].halves)
     return contextlib.nullcontext()
 
 

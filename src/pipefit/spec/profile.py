@@ -50,6 +50,8 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         first_work_bytes: the same where they have none yet.
         step_work_bytes: the same of the optimizer's step on its weights; 0: not known.
         idle_bytes: of the parameters that train, bytes of those that its backward does not reach.
+        inner_bytes: bytes of the output inside a stage; None: as many as travel.
+        copy_bytes: of the half copies of its weights that a stage makes once for each version of them.
     """
 
     name: str
@@ -75,6 +77,8 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_work_bytes: float | None = None
     step_work_bytes: float = 0.0
     idle_bytes: float = 0.0
+    inner_bytes: float | None = None
+    copy_bytes: float = 0.0
 
     def replaying(self, recompute: str) -> Layer:
         """The layer with the seconds and saved bytes that it has where its backward replays it, or its attention.
@@ -144,9 +148,9 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.forward_s + self.backward_s
 
 
-_FIXED = ("weight_bytes", "step_s", "step_work_bytes", "idle_bytes")
+_FIXED = ("weight_bytes", "step_s", "step_work_bytes", "idle_bytes", "copy_bytes")
 WORK = ("forward_work_bytes", "bare_work_bytes", "backward_work_bytes", "first_work_bytes")
-_UNKNOWN = ("grad_bytes", "split_s", "half_bytes", "input_bytes", "selective_bytes", *WORK)
+_UNKNOWN = ("grad_bytes", "split_s", "half_bytes", "input_bytes", "selective_bytes", "inner_bytes", *WORK)
 """Figures that may be None; where they are given they scale as the others do."""
 
 _SCALED = tuple(name for name in Layer.__struct_fields__ if name not in ("name", "trained_bytes", *_FIXED, *_UNKNOWN))

@@ -6,6 +6,7 @@ Nothing is allocated while training, so a cap on the device's memory can be guar
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipefit.spill.lanes import Copy
 from pipefit.spill.tiers import ALIGNMENT
+from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.record_layout import Field, padded
 
 
@@ -75,26 +77,42 @@ class Arena:
         return self._slots[kind][index]
 
 
-def save_places(record: Callable[[], Tensor]) -> saved_tensors_hooks:
+class _Copied(NamedTuple):
+    """A tensor that lies in the half copy of a weight."""
+
+    weight: Tensor
+    field: Field
+
+
+def save_places(record: Callable[[], Tensor], halves: HalfCopies) -> saved_tensors_hooks:
     """While it is entered, autograd saves places in a record of weights instead of views of it.
 
     A saved view of the weights would be a view of the slot, which may hold another stage at the time of the backward.
-    So the backward makes a new view in the slot in which the weights are then.
+    So the backward makes a new view in the slot in which the weights are then. Half copies leave with the weights, and
+    the backward makes them again.
 
     Args:
         record: gives the bytes of the slot in which the weights are at that moment.
+        halves: the half copies of these weights.
     """
 
-    def pack(tensor: Tensor) -> Tensor | Field:
+    def pack(tensor: Tensor) -> Tensor | Field | _Copied:
         if tensor.layout is not torch.strided:
             return tensor
+        weight = halves.weight_of(tensor)
+        if weight is not None:
+            start = int(tensor.storage_offset()) * tensor.itemsize
+            return _Copied(weight, Field(start, tensor.shape, tensor.dtype, tensor.stride()))
         here = record()
         start = tensor.data_ptr() - here.data_ptr()
         if tensor.device != here.device or not 0 <= start < here.numel():
             return tensor
         return Field(start, tensor.shape, tensor.dtype, tensor.stride())
 
-    def unpack(saved: Tensor | Field) -> Tensor:
+    def unpack(saved: Tensor | Field | _Copied) -> Tensor:
+        if isinstance(saved, _Copied):
+            copy = halves.of(saved.weight).detach()
+            return saved.field.of(copy.view(torch.uint8).flatten())
         if isinstance(saved, Field):
             return saved.of(record())
         return saved

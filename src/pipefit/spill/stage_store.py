@@ -19,6 +19,7 @@ from pipefit.spill.lanes import Copy
 from pipefit.spill.optimizer_states import MovedStates, StateRules, probe_states
 from pipefit.spill.tier_store import TierStore
 from pipefit.spill.tiers import OPTIM, WEIGHTS, WGRAD, Key
+from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.record_layout import Layout, absent
 from pipefit.stage.split import NamedLayer, joined
 from pipefit.stage.training import Training
@@ -264,9 +265,9 @@ class SpilledStore(Store):
                 parameter.grad = None
         return copy
 
-    def saving(self) -> contextlib.AbstractContextManager[None]:
+    def saving(self, halves: HalfCopies) -> contextlib.AbstractContextManager[None]:
         """The context of a forward whose stage may leave before its backward: see `save_places`."""
-        return save_places(lambda: self._arena.slot(WEIGHTS, self._slots[WEIGHTS]).bytes)
+        return save_places(lambda: self._arena.slot(WEIGHTS, self._slots[WEIGHTS]).bytes, halves)
 
     # ---- as every Store does ----------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,8 @@ from torch.nn import functional as F
 
 from pipefit.stage.compiler import Forward
 
-_Pair = tuple[Tensor, Tensor | None]
-"""Weight and bias."""
+_AT_ONCE = torch.iinfo(torch.int64).max
+"""The place in a backward of a node that runs as soon as its gradient is complete."""
 
 
 class HalfCopies:
@@ -24,17 +25,20 @@ class HalfCopies:
 
     Attributes:
         forwards: of the layers, for `replaced_forwards`.
+        copies: those that are there, by their weights.
+        half: their type; None: there are none.
     """
 
     def __init__(self) -> None:
-        # Copies that were made without a graph have no gradient.
-        self._copies: dict[bool, dict[nn.Module, _Pair]] = {False: {}, True: {}}
+        self.copies: dict[Tensor, Tensor] = {}
+        self._weights: dict[int, Tensor] = {}
+        self.half: torch.dtype | None = None
         self._version = 0
         self.forwards: dict[nn.Module, Forward] = {}
 
     def take(self, modules: Iterable[nn.Module], half: torch.dtype, device_type: str) -> None:
         """Begins to copy the weights of linear layers among some modules, for autocast to a type on a device."""
-        self._half = half
+        self.half = half
         self._device_type = device_type
         for module in modules:
             # A subclass may compute something else; a parametrization is one.
@@ -49,24 +53,43 @@ class HalfCopies:
 
     def clear(self) -> None:
         """Forgets all copies, before the weights change or leave the device."""
-        for copies in self._copies.values():
-            copies.clear()
+        self.copies.clear()
+        self._weights.clear()
+
+    def of(self, weight: Tensor) -> Tensor:
+        """The copy of a weight, made if it is not there."""
+        if weight.dtype is not torch.float32:
+            return weight
+        if weight not in self.copies:
+            copy = self.copies[weight] = self._made(weight)
+            self._weights[copy.untyped_storage()._cdata] = weight
+        return self.copies[weight]
+
+    def weight_of(self, tensor: Tensor) -> Tensor | None:
+        """The weight in whose copy a tensor lies; None: in no copy."""
+        return self._weights.get(tensor.untyped_storage()._cdata)
+
+    def of_each(self, weights: Iterable[Tensor]) -> list[Tensor]:
+        """The copies of some weights that are there."""
+        return [self.copies[weight] for weight in weights if weight in self.copies]
 
     def _linear(self, module: nn.Linear, x: Tensor) -> Tensor:
         kind = self._device_type
+        weight = module.weight
+        bias: Tensor | None = module.bias
         # The model may switch autocast off for some of its layers.
-        if not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) is not self._half:
-            return F.linear(x, module.weight, module.bias)
-        copies = self._copies[torch.is_grad_enabled()]
-        pair = copies.get(module)
-        if pair is None:
-            bias: Tensor | None = module.bias
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is self.half:
+            weight = self.of(weight)
             if bias is not None:
-                bias = self._cast(bias)
-            pair = copies[module] = self._cast(module.weight), bias
-        return F.linear(x, *pair)
+                bias = self.of(bias)
+        return F.linear(x, weight, bias)
 
-    def _cast(self, weight: Tensor) -> Tensor:
-        if weight.dtype is torch.float32:
-            return weight.to(self._half)
-        return weight
+    def _made(self, weight: Tensor) -> Tensor:
+        # One copy serves forwards with and without a graph.
+        with torch.inference_mode(False), torch.enable_grad():
+            copy = weight.to(self.half)
+        if copy.requires_grad:
+            # Autograd runs older nodes later: all half gradients would wait for the end of the backward.
+            node: Any = copy.grad_fn
+            node._set_sequence_nr(_AT_ONCE)
+        return copy

@@ -174,7 +174,9 @@ class Stage:
         # Inside, so that autocast casts other weights once for each forward, and anew for the next version's.
         half: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.half is not None:
-            half = torch.autocast(self.device.type, self.half)
+            # In training a forward that saves nothing frees a cast weight after its use.
+            frees = self.training and not torch.is_grad_enabled()
+            half = torch.autocast(self.device.type, self.half, cache_enabled=not frees)
         unchanged: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if replay or self._is_replicated:
             unchanged = self._unchanged()
@@ -201,12 +203,17 @@ class Stage:
         finally:
             self._generator.set_state(state)
 
-    def replaying(self) -> contextlib.AbstractContextManager[None]:
+    def replaying(self, version: int) -> contextlib.AbstractContextManager[None]:
         """The context of a backward: forwards that it replays change no running averages.
+
+        Args:
+            version: of the weights, which are in place.
 
         Raises:
             ModelError: a layer that it replayed changes another buffer.
         """
+        if self.replayed:
+            self.halves.at(version)
         if self.replayed or self.batchnorms:
             return self._replaying()
         return contextlib.nullcontext()
@@ -214,7 +221,12 @@ class Stage:
     @contextlib.contextmanager
     def _replaying(self) -> Iterator[None]:
         try:
-            with self._norms_copied(None), self._unchanged() if self.replayed else contextlib.nullcontext():
+            unchanged: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            halved: Mapping[nn.Module, Forward] = {}
+            if self.replayed:
+                unchanged = self._unchanged()
+                halved = self.halves.forwards
+            with self._norms_copied(None), replaced_forwards(halved), unchanged:
                 yield
         except RuntimeError as problem:
             if self.replayed and self._buffers and "modified by an inplace operation" in str(problem):
