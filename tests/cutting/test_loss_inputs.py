@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -158,3 +159,67 @@ def test_measurements_leave_no_trace_in_layers_or_the_loss(stages: Any, batch: A
 def test_a_loss_that_reads_weights_trains(batch: Any) -> None:
     model = Blocks(Layer)
     piped(model, with_weights(model), stages=1, example=batch).step(*batch)
+
+
+def summed(output: Tensor, y: Tensor) -> Tensor:
+    return (output - y).square().sum()
+
+
+def contrastive(output: Tensor, y: Tensor) -> Tensor:
+    return (output @ y.T).logsumexp(1).mean()
+
+
+def over_tokens(output: Tensor, y: Tensor) -> Tensor:
+    counted = y > 0.5
+    return (output - y).square()[counted].mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "updates", "warns"),
+    [
+        (plain, pf.Updates(), False),
+        (lambda output, y: (plain(output, y), {"error": 1.0}), pf.Updates(), False),
+        (summed, pf.Updates(), True),
+        (contrastive, pf.Updates(), True),
+        (over_tokens, pf.Updates(), True),
+        (over_tokens, pf.Updates(weigh=lambda y: float((y > 0.5).sum())), False),
+        (plain, pf.Updates(weigh=lambda y: y.abs().sum().item()), True),
+    ],
+)
+def test_an_example_shows_that_a_loss_is_not_the_mean_of_its_parts(
+    loss: Loss, updates: pf.Updates, warns: bool, batch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    piped(flat(Layer), loss, stages=1, example=batch, updates=updates)
+    assert ("the mean of its halves, by their weights, is" in caplog.text) == warns
+
+
+CLASSES = torch.tensor([[0, -1, -1], [2, 1, -1], [-1, -1, -1], [1, 1, 2], [-1, -1, -1], [-1, 0, -1]])
+
+
+@pytest.mark.parametrize("parallelism", [pf.Parallelism(), pf.Parallelism(replicas=(2, 1))])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_is_the_mean_of_the_whole_batch_over_targets_that_count(
+    parallelism: pf.Parallelism, smoothing: float
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 9), nn.Unflatten(1, (3, 3))).double()
+    plain_model = copy.deepcopy(model)
+    loss = nn.CrossEntropyLoss(ignore_index=-1, label_smoothing=smoothing)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    optimizer = torch.optim.SGD(plain_model.parameters(), lr=0.1)
+    expected = []
+    for _ in range(3):
+        value = loss(plain_model(x), CLASSES)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(value.item())
+    pipe = pf.Pipeline(
+        model,
+        loss=loss,
+        optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1),
+        stages=2,
+        microbatches=4,
+        parallelism=parallelism,
+    )
+    assert [pipe.step(x, CLASSES) for _ in range(3)] == pytest.approx(expected, rel=1e-12)

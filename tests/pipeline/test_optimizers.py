@@ -270,6 +270,8 @@ def test_what_is_no_function_is_refused_with_the_words_to_write():
         pipeline("adamw")
     with pytest.raises(PipefitError, match="expected a function that returns a torch optimizer, got None"):
         pipeline(lambda params: None)
+    with pytest.raises(PipefitError, match="LBFGS computes the loss several times per step"):
+        pipeline(torch.optim.LBFGS)
     rates = lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), 0.1), 2)
     with pytest.raises(PipefitError, match=r"write scheduler=lambda optimizer: StepLR\(optimizer, …\)"):
         pipeline(decaying, scheduler=rates)

@@ -193,6 +193,22 @@ def test_batches_may_change_their_size_from_step_to_step(tmp_path):
     assert in_turns(trial, tmp_path, 3) == alone(trial)[0]
 
 
+def test_micro_batches_weigh_as_many_targets_as_count(tmp_path):
+    def data(step):
+        generator = torch.Generator().manual_seed(step)
+        y = torch.randint(0, 3, (8,), generator=generator)
+        y[:3] = -100
+        return torch.randn(8, 5, generator=generator), y
+
+    def layers():
+        return [torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)]
+
+    options = {"loss": torch.nn.functional.cross_entropy, "data": data, "steps": 3, "shards": 2}
+    whole = in_turns(Trial("whole", layers, microbatches=1, **options), tmp_path / "whole")
+    split = in_turns(Trial("split", layers, microbatches=2, **options), tmp_path / "split")
+    assert split == pytest.approx(whole, rel=1e-5)
+
+
 def test_what_an_optimizer_of_the_users_keeps_is_counted_where_the_model_is_cut(tmp_path):
     def admitted(name, optimizer):
         trial = Trial(**{**SMALL, "optimizer": optimizer}, model="mlp", options={"layers": 6, "width": 64})

@@ -7,6 +7,7 @@ forward of A, forward of B   loss of A's output     must be the same: B is anoth
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,15 +20,28 @@ from pipefit.cutting.differences import worst_difference
 from pipefit.cutting.proof import seed
 from pipefit.cutting.states import States, kept_outside, own_copy
 from pipefit.errors import ModelError
+from pipefit.runtime.microbatches import Weigh, feed_of
+from pipefit.runtime.session import current
+
+_log = logging.getLogger("pipefit.cut")
+
+_NO_MEAN = (
+    "the loss of the example is %.6g, but the mean of its halves, by their weights, is %.6g; several micro-batches "
+    "train by their mean: return a mean over samples, or give Updates(weigh=…), from a micro-batch's target to its "
+    "weight, such as the number of tokens that count"
+)
 
 
-def refuse_aside(model: Any, loss: Callable[[Any, Any], Any], example: tuple[Any, Any]) -> None:
+def refuse_aside(model: Any, loss: Callable[[Any, Any], Any], example: tuple[Any, Any], weigh: Weigh | None) -> None:
     """Refuses a loss that reads what the model's forward leaves elsewhere than in its output.
+
+    It warns where the loss of the example is not the mean loss of its halves.
 
     Args:
         model: a `Cut`, or a sequence of layers; with all weights.
         loss: of its output and a target. An error in it, or in a forward, is left to the run.
         example: (input, target) of one batch.
+        weigh: from the target of a half to its weight; None: its number of samples.
 
     Raises:
         ModelError: it does.
@@ -49,6 +63,14 @@ def refuse_aside(model: Any, loss: Callable[[Any, Any], Any], example: tuple[Any
                     _run(model, both.model, other)
                 seed(0)
                 losses.append(pytree.tree_leaves(both.loss(output, own_copy(example[1]))))
+        mean = 0.0
+        for half in feed_of((output, own_copy(example[1])), 2, 0, "train", weigh):
+            with states.used(states.fresh()):
+                seed(0)
+                mean += half.share * float(pytree.tree_leaves(both.loss(half.input, half.target))[0])
+        whole = float(losses[0][0])
+        if abs(whole - mean) > 1e-3 * abs(whole) and current().rank == 0:
+            _log.warning(_NO_MEAN, whole, mean)
     if len(losses) == 2 and worst_difference(*losses) is not None:
         raise ModelError(
             "the loss reads a value that the forward leaves elsewhere than in its output, such as an attribute of a "

@@ -23,19 +23,27 @@ def shared_loss(loss: Loss, region: Region) -> Loss:
     Mean cross entropy (torch's, or a loss with the attribute `is_mean_cross_entropy`) is computed on the parts: only
     three numbers per token are exchanged. For any other loss the output is gathered first.
     """
-    if _is_mean_cross_entropy(loss):
-        if isinstance(loss, nn.CrossEntropyLoss):
-            ignore = loss.ignore_index
-        else:
-            ignore = -100
-        return partial(cross_entropy, region=region, ignore_index=ignore)
+    ignored = ignored_target(loss)
+    if ignored is not None and not getattr(loss, "label_smoothing", 0.0):
+        return partial(cross_entropy, region=region, ignore_index=ignored)
     return lambda output, target: loss(region.join(output), target)
 
 
-def _is_mean_cross_entropy(loss: Loss) -> bool:
+def ignored_target(loss: Loss) -> int | None:
+    """The target that a mean cross entropy leaves out of its mean; None: the loss is another one."""
     if isinstance(loss, nn.CrossEntropyLoss):
-        return loss.weight is None and loss.reduction == "mean" and loss.label_smoothing == 0.0
-    return loss is F.cross_entropy or getattr(loss, "is_mean_cross_entropy", False) is True
+        if loss.weight is None and loss.reduction == "mean":
+            return loss.ignore_index
+    elif loss is F.cross_entropy or getattr(loss, "is_mean_cross_entropy", False) is True:
+        return -100
+    return None
+
+
+def num_counted(target: Any, ignored: int) -> float:
+    """Targets that are not ignored; of targets that are no classes, the number of samples."""
+    if isinstance(target, Tensor) and not target.is_floating_point():
+        return float(target.ne(ignored).sum())
+    return len(target)
 
 
 def cross_entropy(logits: Tensor, target: Tensor, *, region: Region, ignore_index: int = -100) -> Tensor:

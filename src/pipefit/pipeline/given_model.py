@@ -12,7 +12,7 @@ from pipefit.cutting import as_layers, refuse_aside
 from pipefit.errors import ModelError
 from pipefit.parallel import Mesh
 from pipefit.profiling.workload import Workload
-from pipefit.runtime.microbatches import Weigh, pair_of
+from pipefit.runtime.microbatches import Weigh, pair_of, weigh_of
 from pipefit.runtime.session import current
 from pipefit.spec.options import Precision, Updates
 from pipefit.stage.accelerator import allow_tf32
@@ -72,11 +72,13 @@ class GivenModel:
         loss = loss or made.loss
         if loss is None:
             raise ModelError(f"{type(model).__name__} has no loss of its own: give loss=function(output, target)")
+        if weigh is None:
+            weigh = weigh_of(loss)
         layers = list(made.layers)
         if isinstance(model, torch.nn.Module) and not model.training and current().rank == 0:
             _log.warning("%s is in evaluation mode, and trains so: call train() on it before", type(model).__name__)
         if example is not None and loss is not made.loss and not is_meta(layers):
-            refuse_aside(made.whole or [layer.module for layer in layers], loss, example)
+            refuse_aside(made.whole or [layer.module for layer in layers], loss, example, weigh)
         maker = OptimizerMaker(optimizer, layers, updates.no_decay)
         check_scheduler(updates.scheduler)
         if current().is_rehearsal:

@@ -8,13 +8,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipefit.errors import PlanError
 from pipefit.parallel.loss import Loss
 from pipefit.profiling.tensors import map_tensors
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import MakeOptimizer
+
+
+class _HalfLoss(nn.Module):
+    """The loss of an output in the half type: a module, as the variables of its attributes are kept in measurements."""
+
+    def __init__(self, loss: Loss, half: torch.dtype) -> None:
+        super().__init__()
+        self.loss = loss
+        self.dtype = half
+
+    def forward(self, output: Any, target: Any) -> Any:
+        """The loss of the output in float32."""
+        return self.loss(map_tensors(lambda leaf: leaf.float() if leaf.dtype == self.dtype else leaf, output), target)
 
 
 @dataclass(frozen=True)
@@ -47,9 +60,12 @@ class Workload:
         """A copy of the whole model."""
         return copy.deepcopy(nn.Sequential(*(layer.module for layer in self.layers)))
 
-    def loss_of(self, output: Any, target: Any) -> Tensor:
+    @property
+    def loss_of(self) -> Loss:
         """The loss; an output in the half type is first converted to float32, as in a run."""
-        return self.loss(map_tensors(lambda leaf: leaf.float() if leaf.dtype == self.half else leaf, output), target)
+        if self.half is None:
+            return self.loss
+        return _HalfLoss(self.loss, self.half)
 
     def batch(self, why: str) -> tuple[Any, Any]:
         """The example.

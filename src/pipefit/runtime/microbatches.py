@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError
 from pipefit.parallel.alike import Shapes, described
+from pipefit.parallel.loss import ignored_target, num_counted
 from pipefit.stage.payload import is_plain
 
 Weigh = Callable[[Any], float]
@@ -128,6 +130,14 @@ def _num_samples(batch: Any) -> int:
         if isinstance(leaf, Tensor) and leaf.dim():
             return len(leaf)
     return 1
+
+
+def weigh_of(loss: Callable[..., Any]) -> Weigh | None:
+    """The weight that suits a loss: the targets that a mean cross entropy counts; None: samples."""
+    ignored = ignored_target(loss)
+    if ignored is None:
+        return None
+    return partial(num_counted, ignored=ignored)
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -81,6 +81,10 @@ class OptimizerMaker:
         made = self._make(given)
         if not isinstance(made, Optimizer):
             raise PipefitError(f"optimizer: expected a function that returns a torch optimizer, got {made!r:.60}")
+        if isinstance(made, LBFGS):
+            raise PipefitError(
+                "optimizer: LBFGS computes the loss several times per step, a pipeline once; use another one"
+            )
         for group in made.param_groups:
             # A sharded stage steps parts of weights, and none of them has a name.
             group.pop("param_names", None)

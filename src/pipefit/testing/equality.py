@@ -18,6 +18,7 @@ from pipefit.ir.instruction import Indices
 from pipefit.models.examples import Example, Loss, mean_cross_entropy
 from pipefit.planner import by_hand, ranks_of
 from pipefit.runtime.launch import launch
+from pipefit.runtime.microbatches import weigh_of
 from pipefit.schedules import find
 from pipefit.spec.files import JsonObject
 from pipefit.spec.options import Parallelism, Precision, Request, Updates
@@ -116,7 +117,7 @@ def check(
             f"precision {precision.dtype}: autocast takes float32 only, but weights and data are {dtype}"
         )
     layers, loss, example = _parts(model, loss, example)
-    updates = replace(updates, weigh=updates.weigh or getattr(layers, "weigh", None))
+    updates = replace(updates, weigh=updates.weigh or getattr(layers, "weigh", None) or weigh_of(loss))
     sizes = _sizes(batch_size, steps, microbatches)
     num_ranks = ranks_of(parallelism.ranks or 2, parallelism.tensor)
     num_layers = len(named_layers(layers))

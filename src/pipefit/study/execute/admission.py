@@ -19,7 +19,7 @@ from pipefit.pipeline.layer_sizes import state_per_weight
 from pipefit.profiling import analytic_profile, profile_sizes
 from pipefit.run.optimizers import make_optimizer, rates
 from pipefit.run.sources import bundle_of, source_of
-from pipefit.runtime.microbatches import largest_part, pair_of
+from pipefit.runtime.microbatches import Weigh, largest_part, pair_of, weigh_of
 from pipefit.spec import Device, Partition, Profile
 from pipefit.stage.materialise import InitialiseLayer, can_be_drawn, is_meta
 from pipefit.stage.record_layout import Layout
@@ -38,6 +38,7 @@ class Recipe:
         training: loss, optimizer, schedule, clipping and seed.
         batch_at: the batch of a step, by its number from 0.
         held_out: gives the held-out batches.
+        weigh: from a micro-batch's target to its weight in the batch; None: its number of samples.
         initialise: the model's function that draws the weights of a layer, if it has one.
     """
 
@@ -45,6 +46,7 @@ class Recipe:
     training: Training
     batch_at: Callable[[int], Batch]
     held_out: Callable[[], Sequence[Batch]] | None = None
+    weigh: Weigh | None = None
     initialise: InitialiseLayer | None = None
 
     @property
@@ -94,7 +96,10 @@ def recipe_of(trial: Trial, empty: bool = False) -> Recipe:
     if trial.warmup and not scheduler:
         scheduler = rates("cosine", trial.warmup, trial.steps)
     training = Training(loss, optimizer, scheduler, trial.clip or None, trial.seed)
-    return Recipe(named_layers(model), training, data, held_out, getattr(model, "initialise_layer", None))
+    weigh = weigh_of(loss)
+    if trial.loss is None:
+        weigh = getattr(model, "weigh", None) or weigh
+    return Recipe(named_layers(model), training, data, held_out, weigh, getattr(model, "initialise_layer", None))
 
 
 def _named_data(trial: Trial, bundle: Any) -> tuple[Callable[[int], Batch], Callable[[], Sequence[Batch]]]:

@@ -79,7 +79,7 @@ def _execution(opened: OpenTrial, turn: Turn) -> Execution:
         spilling.parts[0, stage] = [in_double(norms)]
     batch = pair_of(opened.recipe.batch_at(opened.step))
     count = opened.trial.microbatches
-    feed = feed_of(batch, count, opened.step * count, "train")
+    feed = feed_of(batch, count, opened.step * count, "train", opened.recipe.weigh)
     transport = opened.engine.transports[0]
     transport.begin(feed)
     opened.worker.flags = {(stage, shape): found for stage, shape, found in state.flags}
@@ -159,7 +159,7 @@ def _evaluate(opened: OpenTrial) -> float:
         opened.load_resident(stage)
         if store.num_updates != done:
             store.hold(done)
-    return evaluate(opened.engine, opened.program.header, recipe.held_out(), None, None).loss
+    return evaluate(opened.engine, opened.program.header, recipe.held_out(), None, recipe.weigh).loss
 
 
 def export(opened: OpenTrial, path: str) -> None:
