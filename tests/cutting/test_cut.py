@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from transformers import T5Config, T5ForConditionalGeneration
 
 import pipefit as pf
 from pipefit.cutting.own import Labels, own_loss, random_batch
@@ -252,10 +253,22 @@ def test_a_sequence_of_layers_has_no_folder_of_transformers(tmp_path):
         pipe.save_pretrained(tmp_path)
 
 
+def test_a_batch_may_leave_out_the_mask_that_the_proof_has():
+    torch.manual_seed(0)
+    config = T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, vocab_size=60, dropout_rate=0.0,
+                      pad_token_id=0, decoder_start_token_id=0)  # fmt: skip
+    model = T5ForConditionalGeneration(config)
+    batch = {"input_ids": torch.randint(60, (4, 7)), "labels": torch.randint(60, (4, 5))}
+    loss = model(**batch).loss.item()
+    pipe = pf.Pipeline(model, optimizer=torch.optim.SGD, stages=2, microbatches=2)
+    assert pipe.fit([batch]) == pytest.approx([loss], rel=1e-5)
+
+
 def test_labels_that_are_ignored_do_not_count():
     batch = {"labels": torch.tensor([[5, 6, -100, 7], [-100, 8, 9, -100]])}
     assert Labels(shifted=False)(batch) == 5
     assert Labels(shifted=True)(batch) == 4
+    assert Labels(shifted=False)({"labels": torch.tensor([2, -100, 0])}) == 2
 
 
 def test_a_micro_batch_without_labels_that_count_has_loss_0():

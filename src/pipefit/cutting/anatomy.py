@@ -293,7 +293,8 @@ def _copy(leaf: Any) -> Any:
 
 
 def _alike(given: Leaves, leaves: Leaves) -> list[int | None]:
-    forms = [(one.shape, one.dtype) for one in given if isinstance(one, Tensor)]
+    # The places count every argument: one that is None here may be a tensor there, and the reverse.
+    forms = [isinstance(one, Tensor) and (one.shape, one.dtype) for one in given]
     found: list[int | None] = []
     for leaf in leaves:
         if not isinstance(leaf, Tensor):

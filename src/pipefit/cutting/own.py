@@ -88,7 +88,7 @@ def result(output: Any) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Labels:
-    """Weight of a batch in the mean: its labels that are not -100, or its samples where labels are not tokens.
+    """Weight of a batch in the mean: its labels that are not -100, or its samples where labels are numbers.
 
     Attributes:
         shifted: each place predicts the next one, so the first label of a sequence is never predicted.
@@ -108,9 +108,9 @@ class Labels:
     def __call__(self, batch: Mapping[str, Tensor]) -> float:
         """The weight of a micro-batch in the mean of its batch."""
         labels = _labels(batch)
-        if labels.is_floating_point() or labels.dim() < 2:
+        if labels.is_floating_point():
             return float(len(labels))
-        if self.shifted:
+        if self.shifted and labels.dim() > 1:
             labels = labels[..., 1:]
         return float(labels.ne(IGNORED).sum())
 

@@ -29,7 +29,7 @@ class Stub:
 
     Args:
         module: stays as it is.
-        alike: for each leaf of the output the place of a tensor among the arguments that had the same shape and type
+        alike: for each leaf of the output the place among the arguments of a tensor that had the same shape and type
             in the example, -1 for a leaf that is not a tensor, None where there is none.
         example: an output.
     """
@@ -52,7 +52,7 @@ class Stub:
         # as attention weights, then have their shapes of the example.
         writes = any(hasattr(value, "get_seq_length") for value in (*args, *kwargs.values()))
         if writes or all(place is not None for place in self.alike):
-            output = self._like(given)
+            output = self._like(leaves)
         else:
             key = tuple(map(_form, leaves))
             if key not in self._known:
@@ -64,7 +64,7 @@ class Stub:
             device = torch.get_default_device()
         return stood_in(pytree.tree_map_only(Tensor, lambda leaf: nan_like(leaf, device), output))
 
-    def _like(self, given: Sequence[Tensor]) -> Any:
+    def _like(self, given: Sequence[Any]) -> Any:
         """An output that has arguments, or tensors on the meta device, in place of tensors of the same shapes."""
         leaves, structure = pytree.tree_flatten(self.example)
         for index, place in enumerate(self.alike):
