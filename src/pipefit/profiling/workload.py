@@ -17,19 +17,6 @@ from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import MakeOptimizer
 
 
-class _HalfLoss(nn.Module):
-    """The loss of an output in the half type: a module, as the variables of its attributes are kept in measurements."""
-
-    def __init__(self, loss: Loss, half: torch.dtype) -> None:
-        super().__init__()
-        self.loss = loss
-        self.dtype = half
-
-    def forward(self, output: Any, target: Any) -> Any:
-        """The loss of the output in float32."""
-        return self.loss(map_tensors(lambda leaf: leaf.float() if leaf.dtype == self.dtype else leaf, output), target)
-
-
 @dataclass(frozen=True)
 class Workload:
     """A model and its training, before it is split into stages.
@@ -63,9 +50,15 @@ class Workload:
     @property
     def loss_of(self) -> Loss:
         """The loss; an output in the half type is first converted to float32, as in a run."""
-        if self.half is None:
-            return self.loss
-        return _HalfLoss(self.loss, self.half)
+        loss = self.loss
+        half = self.half
+        if half is None:
+            return loss
+
+        def converted(output: Any, target: Any) -> Any:
+            return loss(map_tensors(lambda leaf: leaf.float() if leaf.dtype == half else leaf, output), target)
+
+        return converted
 
     def batch(self, why: str) -> tuple[Any, Any]:
         """The example.
