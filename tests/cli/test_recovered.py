@@ -80,8 +80,9 @@ def test_only_checkpoints_decide_whether_a_run_goes_on(damage, tmp_path, monkeyp
     assert main([*words, "plain"]) == 0  # its checkpoints are those of an earlier run for the next one
     plain = (place / "losses").read_text()
     files = "log, earlier = place / 'checkpoints/metrics.jsonl', place / 'checkpoints/earlier.json'\n"
-    # The first rank may still be writing the loss of the last saved step.
+    # The first rank may still be writing the loss of the last saved step, or its checkpoint.
     files += "import time\nwhile '\"step\":9,' not in log.read_text().replace(' ', ''): time.sleep(0.005)\n"
+    files += "while not (place / 'checkpoints/step-000009.1').exists(): time.sleep(0.005)\n"
     monkeypatch.setenv("BEFORE_ITS_DEATH", f"{files}at = earlier.stat().st_mtime_ns\n{DAMAGES[damage]}")
     assert main([*words, "die"]) == 0
     said = (place / "logs" / "rank-0.log").read_text()

@@ -100,7 +100,9 @@ def repaired(place: str, options: dict[str, Any], faults: list[Fault]) -> Traine
     assert jobs.pipeline().device == own
     if current().is_distributed:
         assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-        assert sys.modules["sham_driver"].waits["pipeline/training_loop.py _commit: synchronize"] >= 3
+        # Shared weights are copied to memory before the commit, so their device has nothing left to do.
+        if "shard" not in options:
+            assert sys.modules["sham_driver"].waits["pipeline/training_loop.py _commit: synchronize"] >= 3
     return found
 
 

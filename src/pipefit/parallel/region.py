@@ -51,6 +51,10 @@ class Region:
     moved_bytes: float = 0.0
     is_divided: bool = False
 
+    def __deepcopy__(self, memo: object) -> Region:
+        """The region itself: a copy of a layer that has it works with the same processes."""
+        return self
+
     # ---- called by layers ------------------------------------------------------------------------------------------
 
     def enter(self, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipefit.errors import PlanError
 from pipefit.parallel.loss import Loss
@@ -47,9 +47,18 @@ class Workload:
         """A copy of the whole model."""
         return copy.deepcopy(nn.Sequential(*(layer.module for layer in self.layers)))
 
-    def loss_of(self, output: Any, target: Any) -> Tensor:
+    @property
+    def loss_of(self) -> Loss:
         """The loss; an output in the half type is first converted to float32, as in a run."""
-        return self.loss(map_tensors(lambda leaf: leaf.float() if leaf.dtype == self.half else leaf, output), target)
+        loss = self.loss
+        half = self.half
+        if half is None:
+            return loss
+
+        def converted(output: Any, target: Any) -> Any:
+            return loss(map_tensors(lambda leaf: leaf.float() if leaf.dtype == half else leaf, output), target)
+
+        return converted
 
     def batch(self, why: str) -> tuple[Any, Any]:
         """The example.
