@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tests.runtime import jobs
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from pipefit import STOP, Checkpoints
+from pipefit import STOP, Checkpoints, Pipeline
 from pipefit.pipeline.callbacks import EMA, EarlyStopping, Record
 from pipefit.pipeline.loggers import csv_log
 from pipefit.runtime.meeting import ENTERED, MEMORY
@@ -86,6 +86,25 @@ class Life:
         return None
 
 
+def gentle(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer of small steps: by larger ones differences of rounding grow tenfold in 20 steps."""
+    return torch.optim.SGD(parameters, 2e-4, momentum=0.9)
+
+
+def pipeline_of(factor: float = 1.0, **options: Any) -> Pipeline:
+    """A pipeline in double precision.
+
+    Args:
+        factor: of all weights.
+        options: of the pipeline.
+    """
+    model = jobs.model().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    return jobs.pipeline(model=model, optimizer=gentle, **options)
+
+
 def loader_of() -> DataLoader[Any]:
     samples = [(x.double(), y) for batch in jobs.batches(5) for x, y in zip(*batch, strict=True)]
     return DataLoader(samples, batch_size=8, shuffle=True)
@@ -107,7 +126,7 @@ def train(place: str, deaths: Sequence[int], steps: int = 100_000, outside: str 
         alone = Path(place, "alone")
     if current().is_outside:
         _suffer(outside, alone)
-    pipe = jobs.pipeline(model=jobs.model().double(), **COPIES)
+    pipe = pipeline_of(**COPIES)
     best = EarlyStopping(pipe, 1000, f"{place}/best")
     life = Life(pipe, deaths, alone)
     saves = Checkpoints(pipe, f"{place}/checkpoints", every=1, keep=0)
@@ -130,7 +149,7 @@ def _suffer(outside: str, alone: Path | None) -> None:
 
 def losses_from(checkpoint: Path, steps: int) -> list[float]:
     """Losses of an undisturbed training from a checkpoint on."""
-    pipe = jobs.pipeline(model=jobs.model().double(), **COPIES)
+    pipe = pipeline_of(**COPIES)
     pipe.load(checkpoint)
     return pipe.fit(loader_of(), steps)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.faults.dying_jobs import SHAPES, num_sockets
-from tests.faults.grown_jobs import is_running, loader_of
+from tests.faults.grown_jobs import is_running, loader_of, pipeline_of
 from tests.runtime import jobs
 from torch import Tensor
 
@@ -188,7 +188,7 @@ def grow(job: Job, place: str, full: int) -> Trained:
     if is_new:
         Path(place, f"{os.getpid()}.new").touch()
     suffering = Suffering(place, job.faults)
-    pipe = jobs.pipeline(model=jobs.model().double(), **SHAPES[job.shape])
+    pipe = pipeline_of(**SHAPES[job.shape])
     entries = _watched(suffering)
     suffering.at(START)
     life: Any = Life(pipe, place, suffering, full)
@@ -228,9 +228,9 @@ def _watched(suffering: Suffering) -> list[float]:
     return entries
 
 
-def undisturbed(shape: str, steps: int) -> tuple[list[float], list[dict[str, Tensor]]]:
-    """Losses, and weights after each step, of the same training in this process."""
-    pipe = jobs.pipeline(model=jobs.model().double(), **SHAPES[shape])
+def undisturbed(shape: str, steps: int, factor: float = 1.0) -> tuple[list[float], list[dict[str, Tensor]]]:
+    """Losses, and weights after each step, of the same training in this process; `factor` as in `pipeline_of`."""
+    pipe = pipeline_of(factor, **SHAPES[shape])
     weights: list[dict[str, Tensor]] = []
 
     class Keeping:
@@ -278,7 +278,7 @@ def move(job: Job, place: str, full: int) -> Trained:
     """Trains in double precision while layers move; `full` is as in `grow`."""
     Path(place, f"{os.getpid()}.pid").write_text(os.environ.get(MEMORY, ""))
     suffering = Suffering(place, job.faults)
-    pipe = jobs.pipeline(model=jobs.model().double(), rebalance=True, **SHAPES[job.shape])
+    pipe = pipeline_of(rebalance=True, **SHAPES[job.shape])
     third = 10.0 / 3
     layers = tuple(Layer(f"layer {i}", third, third, third, 0, 0, 8) for i in range(len(pipe.layers)))
     moving = Moving(pipe, Decision(pipe.plan, Profile("model", 1, layers)))

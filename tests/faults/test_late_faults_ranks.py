@@ -205,3 +205,12 @@ def test_some_of_these_trials_end_well(tmp_path: Path) -> None:
     ):
         ending, wrong, unlike = trials.wrong(name, Job("1f1b", faults))
         assert ending != "nobody was lost" and not wrong and not unlike
+
+
+def test_rounding_stays_small_in_these_trainings() -> None:
+    """A trial may take hundreds of steps, and the plans of fewer ranks sum in another order."""
+    whole = Whole("1f1b")
+    losses, weights = undisturbed("1f1b", 150, factor=1 + 4e-16)
+    assert not whole.unlike(Trained(losses, weights[-1], 0))
+    assert whole.unlike(Trained(losses, weights[-2], 0))
+    assert whole.unlike(Trained(losses[1:], weights[-1], 0))

@@ -64,6 +64,16 @@ def test_the_ranks_that_are_left_go_on_in_their_processes(faults, left, whole, t
     assert f"repair {len(faults)} of 2: {left} ranks go on" in caplog.text
 
 
+def test_a_step_that_only_the_others_have_made_is_in_the_logs(whole, tmp_path, caplog):
+    """The rank that writes them dies after the commit, and the others come no further than to a copy in memory."""
+    expected, folder = whole
+    faults = [Fault(0, "drop", 1), Fault(3, "fwd", 2, 0)]
+    found = launch(train, 4, str(tmp_path), COPIES, faults, folder=tmp_path / "logs", quiet=True, recover=2)
+    assert len(found) == 4 and all(is_same(one, expected) for one in found)
+    assert steps_in(tmp_path / "log.csv") == steps_in(folder / "log.csv")
+    assert "repair 1 of 2: 3 ranks go on" in caplog.text and "start 3 of 3: 4 ranks" in caplog.text
+
+
 def plainly_trained() -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of torch alone."""
     model = shared_layers()

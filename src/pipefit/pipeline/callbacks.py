@@ -81,12 +81,14 @@ class Record:
 class Callbacks:
     """The callbacks of a `fit`.
 
-    Each has some of the methods `step`, `evaluation`, `checkpoint` and `end`, which take a `Record`; a plain function
-    is called at every step. Three more attributes are optional. `every` is a number of steps: after each multiple of it
-    the training pauses, and `step` is called before the next step begins; without it a loss is read while the next step
-    runs. `evaluating()` is a context in which the model is evaluated. `moving` is a dict with tensors of the weights
-    that this process trains, by the weights' names: they move to another process together with their weights. `common`
-    are names of attributes with JSON data that all ranks have alike, which a process takes that enters the run.
+    Each has some of the methods `step`, `evaluation`, `checkpoint` and `end`, which take a `Record`; a plain
+    function is called at every step. A method `repaired` is called with the last record when the ranks have new
+    numbers after the loss of one; it does nothing with other ranks. Three more attributes are optional. `every` is
+    a number of steps: after each multiple of it the training pauses, and `step` is called before the next step
+    begins; without it a loss is read while the next step runs. `evaluating()` is a context in which the model is
+    evaluated. `moving` is a dict with tensors of the weights that this process trains, by the weights' names: they
+    move to another process together with their weights. `common` are names of attributes with JSON data that all
+    ranks have alike, which a process takes that enters the run.
 
     Args:
         all: in the order in which they are called.

@@ -86,8 +86,20 @@ class Logger:
             # What rank 0 may not have written yet, if it is lost now. This rank may have been the first.
             self._write = None
             self._waiting = [entry for entry in self._waiting if entry[0] > step - _MOST_UNWRITTEN]
-            return
-        self.begin(self._waiting[0][0])
+        else:
+            self._write_waiting(step)
+
+    def repaired(self, record: Record) -> None:
+        """Writes what the rank that was the first one may not have written before it was lost."""
+        from pipefit.runtime.session import current
+
+        if current().rank == 0:
+            self._write_waiting(record.step)
+
+    def _write_waiting(self, step: int) -> None:
+        """Writes the figures that wait, up to those of a step."""
+        if self._waiting:
+            self.begin(self._waiting[0][0])
         if self._write is None:
             return
         try:

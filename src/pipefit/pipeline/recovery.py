@@ -218,8 +218,8 @@ class Recovery:
         if unknown and self._session.rank == 0:
             _log.warning("the losses of %d steps are in no log, and are returned as NaN", unknown)
 
-    def repaired(self) -> None:
-        """Notes that the training has gone on without a rank, after its next step."""
+    def mended(self) -> None:
+        """Notes that the training has gone on without a rank, after its next step; completes the logs before a copy."""
         plan = self._pipe.plan
         self._facts = {
             "resumed": self._pipe.num_updates,
@@ -228,6 +228,7 @@ class Recovery:
             "ranks": plan.num_processes,
             "plan": f"planned anew: {_in_words(plan)}",
         }
+        self._pipe.loop.callbacks.follow("repaired")
 
     # ---- the callback ----------------------------------------------------------------------------------------------
 
@@ -248,6 +249,11 @@ class Recovery:
             if faults and now >= faults[-1]["time"]:
                 facts["seconds"] = now - faults[-1]["time"]
             note(folder, now, **facts, start=start)
+
+    def repaired(self, record: Record) -> None:
+        """Completes the log after the loss of a rank."""
+        if self._log is not None:
+            self._log.repaired(record)
 
     def copy(self, record: Record) -> None:
         """Copies the training in memory if it is due, after all other callbacks: their logs have the step, too."""

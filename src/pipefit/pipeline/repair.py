@@ -100,7 +100,7 @@ class Repair:
         self._known = len(session.repairs.losses)
         session.repairs.listen(why_not(pipe.plan))
         if pipe.recovery is not None:
-            pipe.recovery.repaired()
+            pipe.recovery.mended()
 
 
 def _programs_without(pipe: Any, lost: Sequence[int]) -> Programs:
