@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import update_wrapper
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ class Workload:
         def converted(output: Any, target: Any) -> Any:
             return loss(map_tensors(lambda leaf: leaf.float() if leaf.dtype == half else leaf, output), target)
 
-        return converted
+        # Variables that a user's loss reads are found by it.
+        return update_wrapper(converted, loss, assigned=(), updated=())
 
     def batch(self, why: str) -> tuple[Any, Any]:
         """The example.
