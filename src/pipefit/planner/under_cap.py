@@ -30,6 +30,8 @@ from pipefit.units import counted, format_bytes, format_seconds
 
 _MOST_FORWARDS = 30_000
 """Limit of all simulated programs together: a few seconds of simulation."""
+_AGAIN_BYTES = 8 << 10
+"""Memory beside tensors differs by some KiB when layers are measured again, for the cap that a message has named."""
 _NUM_SIMULATED = 8
 """Number of candidates with the least memory that are simulated, where none fits."""
 
@@ -219,7 +221,7 @@ def _nothing_fits(problem: Problem, smallest: Estimate) -> str:
     if cap.num_ranks > 1:
         on_each = f" on each of {cap.num_ranks} ranks"
         per_rank = " per rank"
-    given, needed = cap.device_bytes + cap.taken_bytes, least + cap.taken_bytes
+    given, needed = cap.device_bytes + cap.taken_bytes, least + cap.taken_bytes + _AGAIN_BYTES
     return (
         f"{profile.model} cannot be trained within {format_bytes(given)} of device memory{on_each}: "
         f"the smallest cap that works is {format_bytes(needed, up=True)}, with {stages}, "
