@@ -40,7 +40,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "weights": {"shard": "weights", "clip_norm": 0.05, **COPIES},
     "weights 2-1": {"shard": "weights", "replicas": (2, 1), "microbatches": 4, "stages": 2},
 }
-"""The same, where copies of a stage share something."""
+"""Schedules and placements whose copies share gradients, weights or optimizer states of a stage."""
 
 THREE = ("data-parallel", "copies 2-1", "copies 1-2", "gradients", "weights 2-1")
 RANKS = {shape: 3 if shape in THREE else 4 for shape in (*SHAPES, *SHARED)}

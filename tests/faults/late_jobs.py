@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 from tests.faults.dying_jobs import SHAPES, num_sockets
 from tests.faults.grown_jobs import is_running, loader_of, pipeline_of
@@ -224,7 +225,7 @@ def _watched(suffering: Suffering) -> list[float]:
         suffering.at(ENTRY)
         return original(session, entry)
 
-    Session.with_newcomer = with_newcomer  # type: ignore[method-assign]
+    mock.patch.object(Session, "with_newcomer", with_newcomer).start()
     return entries
 
 

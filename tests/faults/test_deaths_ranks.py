@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.faults, pytest.mar
 IS_ALL = os.environ.get("PIPEFIT_TRIALS") == "all"
 TRIALS = 200 if IS_ALL else 2 * len(SHAPES)
 OF_SHARED = 25 if IS_ALL else 1
-"""Trials of each shape where copies of a stage share something; the first is at an instruction."""
+"""Trials of each shape of `SHARED`; in the first one the rank dies at an instruction."""
 
 FIRST_SHARED = 1010
 

@@ -63,20 +63,24 @@ def refuse_aside(model: Any, loss: Callable[[Any, Any], Any], example: tuple[Any
                     _run(model, both.model, other)
                 seed(0)
                 losses.append(pytree.tree_leaves(both.loss(output, own_copy(example[1]))))
-        mean = 0.0
-        for half in feed_of((output, own_copy(example[1])), 2, 0, "train", weigh):
-            with states.used(states.fresh()):
-                seed(0)
-                mean += half.share * float(pytree.tree_leaves(both.loss(half.input, half.target))[0])
-        whole = float(losses[0][0])
-        if abs(whole - mean) > 1e-3 * abs(whole) and current().rank == 0:
-            _log.warning(_NO_MEAN, whole, mean)
+        _warn_of_no_mean(both, states, (output, example[1]), float(losses[0][0]), weigh)
     if len(losses) == 2 and worst_difference(*losses) is not None:
         raise ModelError(
             "the loss reads a value that the forward leaves elsewhere than in its output, such as an attribute of a "
             "block or a list: layers run in other processes and for other micro-batches; return the value as part of "
             "the output"
         )
+
+
+def _warn_of_no_mean(both: Any, states: States, batch: tuple[Any, Any], whole: float, weigh: Weigh | None) -> None:
+    """Warns where the loss of a batch, (output, target), is not the mean of those of its halves."""
+    mean = 0.0
+    for half in feed_of(own_copy(batch), 2, 0, "train", weigh):
+        with states.used(states.fresh()):
+            seed(0)
+            mean += half.share * float(pytree.tree_leaves(both.loss(half.input, half.target))[0])
+    if abs(whole - mean) > 1e-3 * abs(whole) and current().rank == 0:
+        _log.warning(_NO_MEAN, whole, mean)
 
 
 def _run(model: Any, whole: nn.Module, batch: Any) -> Any:

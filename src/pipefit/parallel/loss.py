@@ -39,13 +39,6 @@ def ignored_target(loss: Loss) -> int | None:
     return None
 
 
-def num_counted(target: Any, ignored: int) -> float:
-    """Targets that are not ignored; of targets that are no classes, the number of samples."""
-    if isinstance(target, Tensor) and not target.is_floating_point():
-        return float(target.ne(ignored).sum())
-    return len(target)
-
-
 def cross_entropy(logits: Tensor, target: Tensor, *, region: Region, ignore_index: int = -100) -> Tensor:
     """Mean cross entropy in nats of logits (…, V/t) and targets (…) int64, the same number on every process.
 

@@ -28,7 +28,7 @@ _HELD_OUT = "held_out_"
 """Prefix of the metrics of an evaluation."""
 
 _MOST_UNWRITTEN = 8
-"""Steps."""
+"""Steps whose figures a rank keeps that is not the first one."""
 
 Write = Callable[[int, Mapping[str, Any]], Any]
 """Writes the figures of a step by name: numbers, and tuples of numbers."""

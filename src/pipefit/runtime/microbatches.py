@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError
 from pipefit.parallel.alike import Shapes, described
-from pipefit.parallel.loss import ignored_target, num_counted
+from pipefit.parallel.loss import ignored_target
 from pipefit.stage.payload import is_plain
 
 Weigh = Callable[[Any], float]
@@ -137,7 +137,14 @@ def weigh_of(loss: Callable[..., Any]) -> Weigh | None:
     ignored = ignored_target(loss)
     if ignored is None:
         return None
-    return partial(num_counted, ignored=ignored)
+    return partial(_num_counted, ignored=ignored)
+
+
+def _num_counted(target: Any, ignored: int) -> float:
+    """Targets that are not ignored; of targets that are no classes, the number of samples."""
+    if isinstance(target, Tensor) and not target.is_floating_point():
+        return float(target.ne(ignored).sum())
+    return _num_samples(target)
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:
