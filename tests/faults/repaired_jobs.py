@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.parallel import tensor_jobs
 from tests.runtime import jobs
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 from pipefit import Checkpoints
 from pipefit.cutting import cut
 from pipefit.ir.op import Op
+from pipefit.models.examples import mean_cross_entropy
 from pipefit.pipeline import callbacks
 from pipefit.pipeline import pipeline as module
 from pipefit.pipeline.loggers import csv_log
@@ -143,6 +145,17 @@ def train_shared(shard: str, options: dict[str, Any], faults: list[Fault]) -> tu
     return losses, pipe.state_dict()
 
 
+def train_in_pairs(faults: list[Fault]) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of four steps and an evaluation, and the weights, of a GPT whose layers two processes share."""
+    options = {"model": tensor_jobs.model(), "loss": mean_cross_entropy, "optimizer": adam}
+    pipe = jobs.pipeline(schedule="data-parallel", tensor=2, microbatches=4, **options)
+    if not current().start.restart:
+        suffer(pipe, [fault for fault in faults if fault.rank == pipe.rank])
+    data = [tensor_jobs.batch(8, step) for step in range(4)]
+    losses = [*pipe.fit(data), pipe.evaluate(data[:1])]
+    return losses, pipe.state_dict()
+
+
 def count_forwards(fault: Fault) -> tuple[list[float], int]:
     """Losses of a training, and the forwards of its last stage, which has no copy."""
     model = jobs.model().double().append(Counting())
@@ -175,7 +188,7 @@ def is_at(pipe: Any, here: int, wanted: str | int) -> bool:
     """Returns whether a position is the wanted place, or an instruction of the wanted operation."""
     if isinstance(wanted, int):
         return here == wanted
-    own = pipe.program.ranks[pipe.rank]
+    own = pipe.program.ranks[pipe.rank // pipe.plan.tensor]
     return 0 <= here < len(own) and own[here].op is Op(wanted)
 
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -219,10 +220,9 @@ class TrainingLoop:
     def start_step(self, x: Any, y: Any) -> _Pass:
         """Runs one update; its loss is still being sent."""
         began = time.perf_counter()
-        self._engine.check(x)
         batch = in_pinned_memory((x, y), self._engine.device)
         feed = feed_of(batch, self._size, self._state.ordinal, "train", self._weigh)
-        return self.start(1, feed, [size_of(x)], began)
+        return self.start(1, feed, [size_of(x)], began, partial(self._engine.check, x))
 
     def _run_steps(self, batches: Iterator[Any], steps: int | None) -> list[float]:
         """Runs a program for each update; a loss is read while the next step runs."""
@@ -271,10 +271,17 @@ class TrainingLoop:
         feed = BatchStream(pairs(), self._size, self._state.ordinal, self._weigh)
         return self._read(self.start(steps, feed, sizes, began))
 
-    def start(self, num_steps: int, feed: Feed, sizes: Sequence[tuple[int, int]], began: float) -> _Pass:
-        """Runs a program over the micro-batches of some updates; its losses are still being sent."""
+    def start(
+        self,
+        num_steps: int,
+        feed: Feed,
+        sizes: Sequence[tuple[int, int]],
+        began: float,
+        check: Callable[[], None] = lambda: None,
+    ) -> _Pass:
+        """Checks and runs a program over the micro-batches of some updates; its losses are still being sent."""
         first = self._state.num_updates
-        runs = self._run(num_steps, feed)
+        runs = self._run(num_steps, feed, check)
         losses = self._committed
         timed = self._timed(runs, num_steps)
         if losses is None:
@@ -352,13 +359,18 @@ class TrainingLoop:
                 return run.rates[stage, update]
         return ()
 
-    def _run(self, num_steps: int, feed: Feed) -> list[Execution]:
+    def _run(self, num_steps: int, feed: Feed, check: Callable[[], None]) -> list[Execution]:
         """Runs the program of some updates, and counts them; again if a rank is lost before they are committed."""
         session = self._engine.session
+
+        def once() -> list[Execution]:
+            check()
+            return self._once(num_steps, feed)
+
         if session.repairs is None:
-            runs = self._once(num_steps, feed)
+            runs = once()
         else:
-            runs = session.repairs.repeated(lambda: self._once(num_steps, feed))
+            runs = session.repairs.repeated(once)
         self._on_updates()
         return runs
 
