@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from pipefit import Checkpoints
 from pipefit.cutting import cut
+from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.models.examples import mean_cross_entropy
 from pipefit.pipeline import callbacks
@@ -23,9 +24,11 @@ from pipefit.pipeline.loggers import csv_log
 from pipefit.pipeline.programs import Programs
 from pipefit.planner import plan_without
 from pipefit.runtime import repairs
+from pipefit.runtime.distributed import DistributedTransport
 from pipefit.runtime.progress import TOGETHER
 from pipefit.runtime.repairs import InterruptedUnitError
 from pipefit.runtime.session import Session, current
+from pipefit.runtime.transport import Message
 
 COPIES: dict[str, Any] = {"replicas": 2, "microbatches": 4}
 
@@ -154,6 +157,38 @@ def train_in_pairs(faults: list[Fault]) -> tuple[list[float], dict[str, Tensor]]
     data = [tensor_jobs.batch(8, step) for step in range(4)]
     losses = [*pipe.fit(data), pipe.evaluate(data[:1])]
     return losses, pipe.state_dict()
+
+
+class Widened(nn.Module):
+    """Repeats its input, so that a message has more bytes than connections hold."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.repeat(1, 2_000_000)
+
+
+class Narrowed(nn.Module):
+    """The mean of what was repeated."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(len(x), -1, 4).mean(1)
+
+
+def train_wide() -> list[float]:
+    """Losses of three steps; a rank dies as its first message of the second one leaves."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Widened(), Narrowed(), nn.Linear(4, 3)).double()
+    pipe = jobs.pipeline(model=model, stages=[2, 2], replicas=2, microbatches=2)
+    begun = DistributedTransport.send
+    with pytest.MonkeyPatch.context() as patch:
+
+        def send(transport: DistributedTransport, instruction: Instruction, message: Message) -> None:
+            begun(transport, instruction, message)
+            if current().rank == 0 and current().progress.passes == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        if not current().start.restart and current().num_ranks == 4:
+            patch.setattr(DistributedTransport, "send", send)
+        return pipe.fit([(x[:2].double(), y[:2]) for x, y in jobs.batches(3)])
 
 
 def count_forwards(fault: Fault) -> tuple[list[float], int]:

@@ -7,6 +7,7 @@ rank 1   2    3       rows: tensor parallelism, on the fastest links
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from pipefit.parallel.loss import Loss, shared_loss
 from pipefit.parallel.region import Region
 from pipefit.parallel.tensor_rule import Ruled, ShardSpec, rules_of
 from pipefit.parallel.threads import let_carriers_wait, let_go
-from pipefit.parallel.waiting import finish
+from pipefit.parallel.waiting import collective
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import Owned
 
@@ -66,9 +67,8 @@ class Mesh:
     def meet_again(self) -> None:
         """Meets the other processes of the rank in a new group, after all process groups are gone."""
         if self.region is not None:
-            before = [dict(_groups), self.region.group]
-            _groups.clear()
-            self.region.group = _group_of_rank(self.tensor)
+            before = [self.region.group]
+            self.region.group = _group_of_rank(dist.group.WORLD, self.tensor)
             let_go(before)
 
     def part(self, name: str, whole: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class Mesh:
         if spec is None or self.region is None:
             return part
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.tensor)]
-        dist.all_gather(parts, part.detach().contiguous(), group=self.region.group)
+        collective(dist.all_gather, parts, part.detach().contiguous(), group=self.region.group)
         return spec.whole(parts)
 
     def whole_shape(self, name: str, part: torch.Size) -> torch.Size:
@@ -116,7 +116,7 @@ class Mesh:
         found = torch._foreach_norm(list(whole.values()))
         norms = torch.stack([norm.double() for norm in found]).nan_to_num()
         parts = [torch.empty_like(norms) for _ in range(self.tensor)]
-        finish(dist.all_gather(parts, norms, group=self.region.group, async_op=True))
+        collective(dist.all_gather, parts, norms, group=self.region.group)
         low, high = torch.stack(parts).aminmax(dim=0)
         differ = high - low > 1e-3 * high
         for name, far in zip(whole, differ.tolist(), strict=True):
@@ -157,17 +157,12 @@ class Mesh:
                 )
 
 
-_groups: dict[tuple[Any, int], dist.ProcessGroup] = {}
-"""The groups of this process's rank, by the group of all processes and the width."""
-
-
-def _group_of_rank(tensor: int) -> dist.ProcessGroup:
+@functools.lru_cache(maxsize=1)
+def _group_of_rank(world: dist.ProcessGroup, tensor: int) -> dist.ProcessGroup:
     """The processes that share this one's rank. Groups are made once: each costs threads and connections."""
-    key = dist.group.WORLD, tensor
-    if key not in _groups:
-        _groups[key], _ = dist.new_subgroups(tensor)
-        let_carriers_wait()
-    return _groups[key]
+    group, _ = dist.new_subgroups(tensor, group=world)
+    let_carriers_wait()
+    return group
 
 
 def make_mesh(num_ranks: int, tensor: int, process: int, num_processes: int, sequence: bool = False) -> Mesh:
@@ -188,7 +183,7 @@ def make_mesh(num_ranks: int, tensor: int, process: int, num_processes: int, seq
             f"{num_ranks} ranks of {tensor} tensor-parallel processes make {num_ranks * tensor}, but {num_processes} "
             "processes were started"
         )
-    region = Region(_group_of_rank(tensor), tensor, process % tensor, sequence)
+    region = Region(_group_of_rank(dist.group.WORLD, tensor), tensor, process % tensor, sequence)
     return Mesh(tensor, process % tensor, region)
 
 

@@ -6,7 +6,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -222,7 +221,7 @@ class TrainingLoop:
         began = time.perf_counter()
         batch = in_pinned_memory((x, y), self._engine.device)
         feed = feed_of(batch, self._size, self._state.ordinal, "train", self._weigh)
-        return self.start(1, feed, [size_of(x)], began, partial(self._engine.check, x))
+        return self.start(1, feed, [size_of(x)], began, x)
 
     def _run_steps(self, batches: Iterator[Any], steps: int | None) -> list[float]:
         """Runs a program for each update; a loss is read while the next step runs."""
@@ -271,17 +270,10 @@ class TrainingLoop:
         feed = BatchStream(pairs(), self._size, self._state.ordinal, self._weigh)
         return self._read(self.start(steps, feed, sizes, began))
 
-    def start(
-        self,
-        num_steps: int,
-        feed: Feed,
-        sizes: Sequence[tuple[int, int]],
-        began: float,
-        check: Callable[[], None] = lambda: None,
-    ) -> _Pass:
-        """Checks and runs a program over the micro-batches of some updates; its losses are still being sent."""
+    def start(self, num_steps: int, feed: Feed, sizes: Sequence[tuple[int, int]], began: float, x: Any = None) -> _Pass:
+        """Checks an input, and runs a program over the micro-batches of some updates; its losses are being sent."""
         first = self._state.num_updates
-        runs = self._run(num_steps, feed, check)
+        runs = self._run(num_steps, feed, x)
         losses = self._committed
         timed = self._timed(runs, num_steps)
         if losses is None:
@@ -359,26 +351,23 @@ class TrainingLoop:
                 return run.rates[stage, update]
         return ()
 
-    def _run(self, num_steps: int, feed: Feed, check: Callable[[], None]) -> list[Execution]:
+    def _run(self, num_steps: int, feed: Feed, x: Any) -> list[Execution]:
         """Runs the program of some updates, and counts them; again if a rank is lost before they are committed."""
         session = self._engine.session
-
-        def once() -> list[Execution]:
-            check()
-            return self._once(num_steps, feed)
-
         if session.repairs is None:
-            runs = once()
+            runs = self._once(num_steps, feed, x)
         else:
-            runs = session.repairs.repeated(once)
+            runs = session.repairs.repeated(lambda: self._once(num_steps, feed, x))
         self._on_updates()
         return runs
 
-    def _once(self, num_steps: int, feed: Feed) -> list[Execution]:
+    def _once(self, num_steps: int, feed: Feed, x: Any) -> list[Execution]:
         """Runs the program of some updates; where copies share weights, all ranks then have it in memory, or none.
 
         Without the part of a lost rank the others could go neither on nor back.
         """
+        if x is not None:
+            self._engine.check(x)
         self._committed = None
         self.copied = -1
         repairs = self._engine.session.repairs

@@ -209,9 +209,6 @@ def _drop(run: Execution, i: Instruction) -> None:
 
 def _barrier(run: Execution, i: Instruction) -> None:
     if run.commit is not None:
-        # No process of a rank waits for another one between the commit and the end of a step.
-        for stage, owned in run.worker.owned.items():
-            run.worker.mesh.compare(stage, owned)
         run.wait_later(run.commit(run))
         return
     members = collective_members(run.header, i)

@@ -141,8 +141,7 @@ class Repairs:
             self._is_listening = True
             threading.Thread(target=self._hear, name="pipefit-repairs", daemon=True).start()
         self._can = not why_not
-        if self._can and default_kind() == "cpu" and waiting.waiter is None:
-            waiting.waiter = waiting.Waiter()
+        waiting.can_leave = self._can and default_kind() == "cpu"
         self.say(CAN, why_not)
 
     def hung(self, rank: int | None, faults: int, page: str) -> bool:
