@@ -122,8 +122,7 @@ def test_copies_that_share_weights_take_the_part_of_a_lost_one_from_memory(
 def test_a_process_that_shared_layers_with_a_lost_one_ends_and_the_other_copy_goes_on(tmp_path, caplog):
     data = [tensor_jobs.batch(8, step) for step in range(4)]
     expected = plainly_trained(tensor_jobs.model(), mean_cross_entropy, data)
-    # Between the commit of the first step and the step.
-    found = launch(train_in_pairs, 4, [Fault(1, "step", 1)], folder=tmp_path, quiet=True, recover=1)
+    found = launch(train_in_pairs, 4, [Fault(1, "bwd", 2)], folder=tmp_path, quiet=True, recover=1)
     assert "rank 0 has ended: it shared its layers with one that is lost" in caplog.text
     assert "repair 1 of 1: 2 ranks go on" in caplog.text
     assert len(found) == 2 and all(is_as_expected(one, expected) for one in found)
