@@ -163,7 +163,7 @@ class Widened(nn.Module):
     """Repeats its input, so that a message has more bytes than connections hold."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.repeat(1, 2_000_000)
+        return x.repeat(1, 1_000_000)
 
 
 class Narrowed(nn.Module):

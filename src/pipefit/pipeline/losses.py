@@ -79,7 +79,7 @@ class PendingLosses:
         if self._work is not None:
             # After a commit there is nothing to wait for.
             with self._session.at(LOSS):
-                self._work.wait()
+                finish(self._work)
         requested, wanted, marks, squares, newcomers, of_newcomers = self._table[-_MORE:].tolist()
         if marks**2 != squares * self._num_ranks and self._shapes:
             compare(self._shapes)
