@@ -19,7 +19,7 @@ from pipefit.errors import PlanError, ProfileError, TopologyError
 from pipefit.planner import gpt_profile, plan
 from pipefit.planner.explain import explain
 from pipefit.planner.machines import load_topology, topology_names
-from pipefit.planner.pictures import Point, depth_svg, explore, pareto, pareto_svg, partition_svg
+from pipefit.planner.pictures import partition_svg
 from pipefit.planner.refit import refit
 from pipefit.planner.training_figures import training
 from pipefit.planner.transformer import settings_of
@@ -130,12 +130,6 @@ def test_pictures_are_whole_and_say_what_they_show():
     assert root.findtext("{http://www.w3.org/2000/svg}title").startswith("vgg16: pipedream, 3 stages")
     assert f"stage {len(made.partition.stages) - 1}: " in picture and "a device has 14.9 GiB" in picture
     assert len(re.findall(r">[\d.]+ [KM]iB in [\d.]+ ms<", picture)) == 2 and ">none<" in picture
-    points = explore(model(), Topology.local(4), global_batch=32, microbatch_sizes=(1, 2), schedules=["1f1b", "gpipe"])
-    for text in (pareto_svg(points), depth_svg(points)):
-        ElementTree.fromstring(text)
-    assert "micro-batch 2" in depth_svg(points)
-    legend = re.findall(r">(front|depth \d+)<", pareto_svg(points))
-    assert legend == ["front", "depth 1", "depth 2", "depth 4"]
 
 
 def test_the_line_at_the_memory_of_a_device_is_left_of_the_labels():
@@ -144,11 +138,6 @@ def test_the_line_at_the_memory_of_a_device_is_left_of_the_labels():
     line = re.search(r'<path d="M (\S+) \S+ \nL \1 [^>]*stroke-dasharray[^>]*#d6336c', picture)
     labels = re.findall(r' x="(\S+)" y="[^>]*>[\d.]+ GiB<', picture)
     assert len(labels) == 3 and all(float(label) > float(line[1]) for label in labels)
-
-
-def test_the_pareto_front_is_what_nothing_beats():
-    points = [Point("", 1, 1, rate, size, True) for rate, size in [(1, 1), (3, 2), (2, 3), (3, 4), (5, 9)]]
-    assert [(p.throughput, p.peak_bytes) for p in pareto(points)] == [(1, 1), (3, 2), (5, 9)]
 
 
 # ------------------------------------------------------------------------------------------------------- the verb
@@ -204,15 +193,6 @@ def test_the_verb_writes_a_plan_that_loads_and_a_picture(capsys, tmp_path):
     save_trace(simulate(program_of(made), cost), tmp_path / "run.trace.json")
     again = verb(capsys, *words, "--refit", str(tmp_path / "run.trace.json"))
     assert again["predicted"]["throughput"] > 0
-
-
-def test_charts_of_all_candidates_are_drawn_beside_the_plan(tmp_path, capsys):
-    paths = [tmp_path / "pareto.svg", tmp_path / "depths.svg"]
-    words = ("--profile", "gnmt", "--topology", "pcie-4", "--pareto", str(paths[0]), "--depths", str(paths[1]))
-    assert verb(capsys, *words)["output"] == [str(path) for path in paths]
-    assert "depth 4" in paths[0].read_text() and "micro-batch 32" in paths[1].read_text()
-    assert main(["plan", *words, "--method", "pipedream"]) == 2
-    assert "nothing to explore" in capsys.readouterr().err
 
 
 def test_tokens_without_a_gpt_are_refused(capsys):

@@ -85,12 +85,6 @@ class Wanted(Checked):
     refit: Path | None = setting(None, "Correct the profile by this measured trace; needs --of.", only=_ONE)
     of: Path | None = setting(None, "The plan (.json) that the trace of --refit ran.", only=_ONE)
     picture: Path | None = setting(None, "Draw the partition over the model as .svg.", typed=Svg, only=_ONE)
-    pareto: Path | None = setting(
-        None, "Draw the throughput of all candidates against their memory as .svg.", typed=Svg, only=_FREE
-    )
-    depths: Path | None = setting(
-        None, "Draw throughput against depth and micro-batch size as .svg.", typed=Svg, only=_FREE
-    )
     every: bool = setting(False, "Show all candidates that lost, not only the best of five families.", "--all")
     largest: Literal["layers", "hidden"] | None = setting(
         None, "Plan the largest GPT that fits: with so many layers, or so large a hidden size.", only=_FREE
@@ -134,6 +128,7 @@ def command(
     """
     from pipefit.planner import plan
     from pipefit.planner.machines import load_topology
+    from pipefit.planner.pictures import partition_svg
     from pipefit.planner.sweeps import Question
 
     machine = options.machine(load_topology(topology))
@@ -159,7 +154,8 @@ def command(
     written = []
     if output is not None:
         written.append(made.save(output))
-    written += _drawn(made, figures, machine, options, wanted)
+    if wanted.picture is not None:
+        written.append(write_atomically(wanted.picture, partition_svg(made, figures, machine)))
     return _answer(made, figures, machine, wanted, written, line)
 
 
@@ -251,21 +247,6 @@ def _refitted(profile: Profile, trace: Path, of: Path | None) -> Profile:
     if not of.is_file():
         raise PipefitError(f"--refit {trace}: give the plan that it ran with --of; there is no {of}")
     return refit(profile, Plan.load(of), load_trace(trace))
-
-
-def _drawn(made: Plan, profile: Profile, machine: Topology, options: PlanOptions, wanted: Wanted) -> list[Path]:
-    """Draws the plan, and the charts over all candidates, each where there is a path for it, and returns the paths."""
-    from pipefit.planner.pictures import depth_svg, explore, pareto_svg, partition_svg
-
-    written = []
-    if wanted.picture is not None:
-        written.append(write_atomically(wanted.picture, partition_svg(made, profile, machine)))
-    charts = [(path, draw) for path, draw in ((wanted.pareto, pareto_svg), (wanted.depths, depth_svg)) if path]
-    if charts:
-        points = explore(profile, machine, **vars(replace(options, depths=None, num_microbatches=None)))
-        title = f"{profile.model} on {machine.name}"
-        written += [write_atomically(path, draw(points, title)) for path, draw in charts]
-    return written
 
 
 _SAME = (

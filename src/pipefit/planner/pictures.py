@@ -1,132 +1,20 @@
-"""Pictures of plans: the partition over the model, throughput against memory, against depth and micro-batch size."""
+"""The picture of a plan: its partition over the model."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from pipefit.draw.chart import chart, hue, plotted
-from pipefit.errors import PipefitError
-from pipefit.planner.candidate import Estimate
-from pipefit.planner.estimate import estimate
-from pipefit.planner.methods import problem_of, space_of
+from pipefit.draw.chart import hue, plotted
 from pipefit.planner.plan_figures import at_size_of, plan_costs
-from pipefit.planner.plan_options import PlanOptions
-from pipefit.planner.space import Problem, configs
 from pipefit.spec import Plan, Profile, StageSpec, Topology
-from pipefit.spec.options import with_fields
 from pipefit.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-_GIB = 2.0**30
-
-
-@dataclass(frozen=True)
-class Point:
-    """One configuration of an exploration.
-
-    Attributes:
-        summary: in words.
-        depth: p.
-        microbatch_size: b.
-        throughput: samples per second.
-        peak_bytes: maximum over the ranks.
-        fits: whether it fits on the devices.
-    """
-
-    summary: str
-    depth: int
-    microbatch_size: int
-    throughput: float
-    peak_bytes: float
-    fits: bool
-
-
-def explore(profile: Profile, topology: Topology, **options: Any) -> tuple[Point, ...]:
-    """Every configuration with its throughput and memory, whether it fits or not.
-
-    Options are fields of `PlanOptions`. Times are lower bounds, near what is simulated.
-    """
-    asked = with_fields(PlanOptions, options)
-    problem = problem_of(profile, asked.machine(topology), asked.global_batch, asked.state_per_weight)
-    if asked.method == "pipedream":
-        raise PipefitError("pipedream plans one partition by its own recurrence; there is nothing to explore")
-    found = []
-    for config in configs(problem, space_of(problem, asked)):
-        if config.recompute == "some":
-            continue
-        each = estimate(problem, config)
-        if each.partition is not None:
-            found.append(_point(problem, each))
-    return tuple(found)
-
-
-def _point(problem: Problem, estimated: Estimate) -> Point:
-    config = estimated.config
-    rate = problem.global_batch / estimated.step_s
-    peak = max(estimated.peak_bytes)
-    return Point(config.summary, config.depth, config.microbatch_size, rate, peak, estimated.fits)
-
-
-def pareto(points: Sequence[Point]) -> list[Point]:
-    """The Pareto front: the points that no other beats in both throughput and memory, by memory."""
-    front: list[Point] = []
-    for point in sorted(points, key=lambda p: (p.peak_bytes, -p.throughput)):
-        if not front or point.throughput > front[-1].throughput:
-            front.append(point)
-    return front
-
-
-def pareto_svg(points: Sequence[Point], title: str = "") -> str:
-    """Throughput, at best, against memory per rank: points for the configurations that fit, and a line of the front."""
-    points = _fitting(points)
-
-    def places(found: Sequence[Point]) -> list[tuple[float, float]]:
-        return [(point.peak_bytes / _GIB, point.throughput) for point in found]
-
-    series = {}
-    for depth in sorted({point.depth for point in points}):
-        own = [point for point in points if point.depth == depth]
-        series[f"depth {depth}"] = places(own)
-    return chart(
-        series,
-        kind="points",
-        front=places(pareto(points)),
-        title=title or "Throughput against memory",
-        x_label="peak memory of a rank, GiB",
-        y_label="samples/s, at best",
-    )
-
-
-def _fitting(points: Sequence[Point]) -> list[Point]:
-    fitting = [point for point in points if point.fits]
-    if not fitting:
-        raise PipefitError("nothing of the exploration fits, so there is no throughput to draw")
-    return fitting
-
-
-def depth_svg(points: Sequence[Point], title: str = "") -> str:
-    """Throughput against depth, a line for each micro-batch size; only points that fit."""
-    best: dict[int, dict[float | str, float]] = {}
-    for point in sorted(_fitting(points), key=lambda point: (point.microbatch_size, point.throughput)):
-        best.setdefault(point.microbatch_size, {})[point.depth] = point.throughput
-    series = {f"micro-batch {size}": list(rates.items()) for size, rates in best.items()}
-    return chart(
-        series,
-        title=title or "Throughput against depth",
-        x_label="depth of the pipeline",
-        y_label="samples/s, at best",
-        log_x=True,
-    )
-
-
-# ----------------------------------------------------------------------------------------- the partition over the model
 
 
 def partition_svg(plan: Plan, profile: Profile, topology: Topology | None = None) -> str:
