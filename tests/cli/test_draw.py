@@ -99,10 +99,9 @@ def test_a_replay_needs_the_inputs_of_all_micro_batches_and_one_whole_stage(caps
     assert "  1 + 7\n" in shown and "inputs kept for replays 7 7 7" in " ".join(shown.split())
 
 
-def test_an_option_may_be_named_directly(capsys):
-    arguments = ("1f1b", "-p", "4", "-m", "8")
-    assert drawn(capsys, *arguments, "--warmup", "2") == drawn(capsys, *arguments, "--option", "warmup=2")
-    assert drawn(capsys, *arguments, "--warmup", "2")["peak_inflight"] == [7, 5, 3, 1]
+def test_a_schedule_takes_options_of_its_own(capsys):
+    found = drawn(capsys, "1f1b", "-p", "4", "-m", "8", "--option", "warmup=2")
+    assert found["peak_inflight"] == [7, 5, 3, 1]
 
 
 @pytest.mark.parametrize("schedule", names())
@@ -184,7 +183,7 @@ def test_a_mistyped_schedule_gets_the_nearest_one(capsys):
         (["1f1b", "-p", "2", "-m", "2", "--option", "wramup=2"], "did you mean warmup?"),
         (["1f1b", "-p", "2", "-m", "2", "--option", "warmup"], "expected NAME=INTEGER"),
         (["naive", "-p", "2", "-m", "2", "--option", "forward=2"], "naive has no option 'forward'"),
-        (["1f1b", "-p", "2", "-m", "2", "--warmup", "-1"], "0 or more"),
+        (["1f1b", "-p", "2", "-m", "2", "--option", "warmup=-1"], "0 or more"),
         (["1f1b", "-p", "2", "-m", "2", "--replicas", "2;1"], "like 2,1"),
         (["pipedream-2bw", "-p", "8", "-m", "2"], "use 7 or more"),
         (["1f1b", "-p", "9999", "-m", "9999"], "forwards are too many"),

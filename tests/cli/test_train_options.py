@@ -316,7 +316,6 @@ def test_the_end_says_how_it_went_beside_what_was_predicted():
         rows=[Row("period", 0.9, 1.0, 1 / 9, 2), Row("bubble", 0.2, 0.25, 0.05, 2), Row("load s0", 0.0, 0.1, 0.1, 2)],
         notes=["best held-out loss 1.5000 at step 1"],
         samples=[Sample("Once upon", "a time", "a\ntree")],
-        guesses=[],
         faults=[],
         paths={"trace": "runs/a/measured.trace.json"},
     )

@@ -43,7 +43,7 @@ def test_speedups_are_over_one_process_with_and_without_accumulation():
     assert rows["accumulate"].speedup_accumulated == 1.0 and rows["one-thread"].speedup_accumulated is None
 
 
-@pytest.mark.parametrize(("installed", "kinds"), [(True, ["json", "chart", "picture"]), (False, ["json"])])
+@pytest.mark.parametrize(("installed", "kinds"), [(True, ["json", "chart"]), (False, ["json"])])
 def test_a_comparison_has_a_chart_where_matplotlib_is_installed(installed, kinds, tmp_path, monkeypatch):
     monkeypatch.setattr("pipefit.compare.comparison.can_plot", lambda: installed)
     made = Comparison("mlp(layers=2)", "digits", 2, 8, 8, (1, 1), rows=[Row("1f1b", 2, 0.5, 16.0)])

@@ -248,7 +248,7 @@ def test_a_sweep_of_the_command_line_is_that_of_python(capsys, tmp_path):
         (["--sweep", "depth=1", "--sweep", "depth=2"], "NAME=a,b,c once"),
         (["--sweep", "layers=4"], "a model by arithmetic"),
         (["--sweep", "depth=1", "-o", "plan.json"], ".svg or .png"),
-        (["--sweep", "depth=1", "--picture", "one.svg"], "--picture"),
+        (["--sweep", "depth=1", "--largest", "layers"], "--largest"),
         (["--sweep", "bandwidth=fast"], "bytes/s"),
         (["-o", "plan.svg"], "for --sweep"),
         (["--largest", "layers"], "a model by arithmetic"),

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import msgspec
@@ -19,14 +18,12 @@ from pipefit.errors import PlanError, ProfileError, TopologyError
 from pipefit.planner import gpt_profile, plan
 from pipefit.planner.explain import explain
 from pipefit.planner.machines import load_topology, topology_names
-from pipefit.planner.pictures import Point, depth_svg, explore, pareto, pareto_svg, partition_svg
 from pipefit.planner.refit import refit
 from pipefit.planner.training_figures import training
 from pipefit.planner.transformer import settings_of
 from pipefit.schedules import program_of
 from pipefit.simulate import simulate
 from pipefit.spec import Plan, Profile, Topology
-from pipefit.spec.published import load_profile
 from pipefit.timeline import by_kind, save_trace
 
 pytestmark = pytest.mark.slow
@@ -119,38 +116,6 @@ def test_refit_refuses_a_trace_of_another_partition():
         refit(profile, two, simulate(program_of(four), cost))
 
 
-# ------------------------------------------------------------------------------------------------------- pictures
-
-
-def test_pictures_are_whole_and_say_what_they_show():
-    profile, topology = load_profile("vgg16"), load_topology("pcie-4")
-    made = plan(profile, topology, method="pipedream", cost="pipedream-code")
-    picture = partition_svg(made, profile, topology)
-    root = ElementTree.fromstring(picture)
-    assert root.findtext("{http://www.w3.org/2000/svg}title").startswith("vgg16: pipedream, 3 stages")
-    assert f"stage {len(made.partition.stages) - 1}: " in picture and "a device has 14.9 GiB" in picture
-    assert len(re.findall(r">[\d.]+ [KM]iB in [\d.]+ ms<", picture)) == 2 and ">none<" in picture
-    points = explore(model(), Topology.local(4), global_batch=32, microbatch_sizes=(1, 2), schedules=["1f1b", "gpipe"])
-    for text in (pareto_svg(points), depth_svg(points)):
-        ElementTree.fromstring(text)
-    assert "micro-batch 2" in depth_svg(points)
-    legend = re.findall(r">(front|depth \d+)<", pareto_svg(points))
-    assert legend == ["front", "depth 1", "depth 2", "depth 4"]
-
-
-def test_the_line_at_the_memory_of_a_device_is_left_of_the_labels():
-    profile, topology = load_profile("vgg16"), load_topology("pcie-4")
-    picture = partition_svg(plan(profile, topology, method="pipedream", cost="pipedream-code"), profile, topology)
-    line = re.search(r'<path d="M (\S+) \S+ \nL \1 [^>]*stroke-dasharray[^>]*#d6336c', picture)
-    labels = re.findall(r' x="(\S+)" y="[^>]*>[\d.]+ GiB<', picture)
-    assert len(labels) == 3 and all(float(label) > float(line[1]) for label in labels)
-
-
-def test_the_pareto_front_is_what_nothing_beats():
-    points = [Point("", 1, 1, rate, size, True) for rate, size in [(1, 1), (3, 2), (2, 3), (3, 4), (5, 9)]]
-    assert [(p.throughput, p.peak_bytes) for p in pareto(points)] == [(1, 1), (3, 2), (5, 9)]
-
-
 # ------------------------------------------------------------------------------------------------------- the verb
 
 
@@ -192,27 +157,17 @@ def test_the_verb_answers_known_times_as_json(capsys, tmp_path):
     assert set(said["predicted"]) >= predicted
 
 
-def test_the_verb_writes_a_plan_that_loads_and_a_picture(capsys, tmp_path):
+def test_the_verb_writes_a_plan_that_loads_and_is_corrected_by_its_trace(capsys, tmp_path):
     profile: Profile = model()
     profile.save(tmp_path / "m.json")
     words = ["--profile", str(tmp_path / "m.json"), "--topology", "local:2", "--global-batch", "16"]
-    verb(capsys, *words, "-o", str(tmp_path / "plan.json"), "--picture", str(tmp_path / "plan.svg"))
+    verb(capsys, *words, "-o", str(tmp_path / "plan.json"))
     made = Plan.load(tmp_path / "plan.json")
     assert made.placement.num_ranks == 2 and made.prediction is not None
-    ElementTree.parse(tmp_path / "plan.svg")
     cost = of_plan(profile, made, Topology.local(2))
     save_trace(simulate(program_of(made), cost), tmp_path / "run.trace.json")
     again = verb(capsys, *words, "--refit", str(tmp_path / "run.trace.json"))
     assert again["predicted"]["throughput"] > 0
-
-
-def test_charts_of_all_candidates_are_drawn_beside_the_plan(tmp_path, capsys):
-    paths = [tmp_path / "pareto.svg", tmp_path / "depths.svg"]
-    words = ("--profile", "gnmt", "--topology", "pcie-4", "--pareto", str(paths[0]), "--depths", str(paths[1]))
-    assert verb(capsys, *words)["output"] == [str(path) for path in paths]
-    assert "depth 4" in paths[0].read_text() and "micro-batch 32" in paths[1].read_text()
-    assert main(["plan", *words, "--method", "pipedream"]) == 2
-    assert "nothing to explore" in capsys.readouterr().err
 
 
 def test_tokens_without_a_gpt_are_refused(capsys):
@@ -223,12 +178,6 @@ def test_tokens_without_a_gpt_are_refused(capsys):
 def test_a_plan_that_ran_without_its_trace_is_refused(capsys):
     assert main(["plan", "--profile", "gnmt", "--topology", "pcie-4", "--of", "plan.json"]) == 2
     assert "--refit" in capsys.readouterr().err
-
-
-def test_stages_beyond_the_eighth_have_colours_of_their_own():
-    made = plan(model(12), Topology.local(12), method="uniform", global_batch=24)
-    drawn = partition_svg(made, model(12))
-    assert len(set(re.findall("fill: (#[0-9a-f]{6})", drawn))) == 12
 
 
 @pytest.mark.parametrize(

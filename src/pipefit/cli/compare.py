@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import signal
 import sys
 import tempfile
@@ -95,18 +94,12 @@ def compare_rank(
 
 
 def _reporter() -> Say:
-    """A function that shows the progress in lines: details on a terminal in one that changes, else one each 5 s."""
+    """A function that shows the progress in lines; of details one each 5 s."""
     reported_s = time.monotonic()
 
     def say(line: str) -> None:
         nonlocal reported_s
         is_detail = line.startswith(("building", "measuring"))
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
-            if not is_detail:
-                sys.stderr.write("\n")
-            sys.stderr.flush()
-            return
         if not is_detail or time.monotonic() - reported_s > NEXT_S:
             reported_s = time.monotonic()
             print(line, file=sys.stderr, flush=True)
@@ -116,12 +109,9 @@ def _reporter() -> Say:
 
 def table(result: Comparison, paths: Mapping[str, str] = MappingProxyType({})) -> str:
     """A comparison as a table for people."""
-    title = f"{result.model}; data: {result.data}"
-    if sys.stdout.isatty() and sys.stderr.isatty():
-        title = f"\r\x1b[K{title}"
     stages = " + ".join(map(str, result.layer_counts))
     lines = [
-        title,
+        f"{result.model}; data: {result.data}",
         f"{result.num_ranks} ranks of one thread, stages of {stages} layers, {result.batch} samples per update; "
         f"medians of {result.repeats}; losses after {result.samples} samples",
         "",

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 from pipefit.cli.answer import Answer
 from pipefit.cli.models import ModelName, ModelOptions, make_model
-from pipefit.cli.options import Json, Seed, ending, verb
-from pipefit.spec.files import JsonObject, write_atomically
+from pipefit.cli.options import Json, Seed, verb
+from pipefit.spec.files import JsonObject
 
 
 @verb()
@@ -16,7 +13,6 @@ def command(
     model: ModelName,
     *,
     option: ModelOptions = None,
-    output: Annotated[Path | None, ending(".svg", alias="-o")] = None,
     seed: Seed = 0,
     json: Json = False,
 ) -> Answer:
@@ -27,7 +23,6 @@ def command(
     Args:
         model: transformers:CLASS with fields of its configuration as options, a folder that save_pretrained wrote, a
             built-in model, or your own as package.module:factory or file.py:factory.
-        output: Picture of the layers and of the values that cross between them, as .svg.
         seed: Of the weights.
     """
     import torch
@@ -51,9 +46,4 @@ def command(
         for row, (size, count) in zip(rows[1:], made.crossing, strict=False):
             row |= {"enters_bytes": size, "enters_tensors": count}
     data |= {"layers": rows}
-    written = []
-    if output is not None:
-        from pipefit.cutting.layers_picture import picture
-
-        written.append(write_atomically(output, picture(made, model)))
-    return Answer(data, lambda: f"{model}: {table(made)}", output=written)
+    return Answer(data, lambda: f"{model}: {table(made)}")

@@ -161,8 +161,6 @@ def report(result: Any) -> str:
         if event.kind in (MOVED, GREW):
             what = event.kind
         lines += ["", f"{what}: {event.what}", f"  {event.done}"]
-    if result.guesses:
-        lines += ["", "from the held-out data:", *_drawn(result.guesses)]
     for sample in result.samples:
         lines += ["", "from the held-out data:", *columns(_sampled(sample))]
     if result.paths:
@@ -216,21 +214,6 @@ def _sampled(sample: Any) -> list[tuple[str, str]]:
         rows.append((name, first))
         rows += [("", line) for line in others]
     return rows
-
-
-_DRAWN = 3
-"""Images side by side in a terminal."""
-
-
-def _drawn(guesses: Sequence[Any]) -> list[str]:
-    """Some images with the model's answers: one that is right, and wrong ones if there are any."""
-    from pipefit.run.guesses import in_text
-
-    wrong = [guess for guess in guesses if not guess.is_right]
-    right = [guess for guess in guesses if guess.is_right]
-    few = wrong[: _DRAWN - 1]
-    shown = right[: _DRAWN - len(few)] + few
-    return [printable(line) for line in in_text(shown)]
 
 
 def _each(who: str, figures: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from cyclopts import Parameter
 
 from pipefit.cli.answer import Answer, Text
-from pipefit.cli.options import Amount, Count, Json, Pairs, Picture, verb
+from pipefit.cli.options import Count, Json, Pairs, Picture, verb
 from pipefit.cli.programs import check_forwards
 from pipefit.draw.draw_options import DrawOptions
 from pipefit.errors import PipefitError
@@ -28,8 +28,6 @@ def command(
     chunks: Annotated[Count, Parameter(alias="-v")] = 1,
     asked: DrawOptions,
     option: Pairs | None = None,
-    warmup: Amount | None = None,
-    group: Amount | None = None,
     follow: int | None = None,
     output: Picture = None,
     json: Json = False,
@@ -47,16 +45,11 @@ def command(
         chunks: Stages on each rank, v.
         follow: Arrows from this micro-batch's forwards and backwards to the weight versions that they use.
         option: An option of the schedule as NAME=INTEGER; may be repeated.
-        warmup: Short for --option warmup=…
-        group: Short for --option group=…
         output: .svg, .html or .png for a picture, .trace.json for Perfetto, .pipe for the program.
     """
     from pipefit.draw.drawing import drawing_by
 
-    given = dict(cast(Any, option or {}))
-    for name, value in (("warmup", warmup), ("group", group)):
-        if value is not None:
-            given[name] = value
+    given = cast(Any, option or {})
     check_forwards(stages, chunks, microbatches, asked.num_steps or 1)
     drawing = drawing_by(schedule, stages, microbatches, chunks, asked, given)
     if follow is not None and (output is None or output.suffix not in (".svg", ".png")):

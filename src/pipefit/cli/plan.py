@@ -26,8 +26,6 @@ _ONE = ("one plan", "capped")
 _FREE = ("one plan",)
 """Ways to plan in which options have an effect: under a cap, one plan with or without a cap, one plan without."""
 
-Svg = Annotated[Path, ending(".svg")]
-
 
 @dataclass(frozen=True)
 class CapOptions:
@@ -84,13 +82,6 @@ class Wanted(Checked):
     price: float | None = setting(None, "Price of a device hour, for the costs of --tokens.", least=0.0, only=_ONE)
     refit: Path | None = setting(None, "Correct the profile by this measured trace; needs --of.", only=_ONE)
     of: Path | None = setting(None, "The plan (.json) that the trace of --refit ran.", only=_ONE)
-    picture: Path | None = setting(None, "Draw the partition over the model as .svg.", typed=Svg, only=_ONE)
-    pareto: Path | None = setting(
-        None, "Draw the throughput of all candidates against their memory as .svg.", typed=Svg, only=_FREE
-    )
-    depths: Path | None = setting(
-        None, "Draw throughput against depth and micro-batch size as .svg.", typed=Svg, only=_FREE
-    )
     every: bool = setting(False, "Show all candidates that lost, not only the best of five families.", "--all")
     largest: Literal["layers", "hidden"] | None = setting(
         None, "Plan the largest GPT that fits: with so many layers, or so large a hidden size.", only=_FREE
@@ -156,11 +147,9 @@ def command(
     elif wanted.of is not None:
         raise PipefitError("--of: expected --refit too: the trace that this plan ran")
     made = plan(figures, machine, **vars(options))
-    written = []
     if output is not None:
-        written.append(made.save(output))
-    written += _drawn(made, figures, machine, options, wanted)
-    return _answer(made, figures, machine, wanted, written, line)
+        made.save(output)
+    return _answer(made, figures, machine, wanted, line)
 
 
 def _check_question(profile: str | None, source: ModelSource, wanted: Wanted) -> None:
@@ -253,21 +242,6 @@ def _refitted(profile: Profile, trace: Path, of: Path | None) -> Profile:
     return refit(profile, Plan.load(of), load_trace(trace))
 
 
-def _drawn(made: Plan, profile: Profile, machine: Topology, options: PlanOptions, wanted: Wanted) -> list[Path]:
-    """Draws the plan, and the charts over all candidates, each where there is a path for it, and returns the paths."""
-    from pipefit.planner.pictures import depth_svg, explore, pareto_svg, partition_svg
-
-    written = []
-    if wanted.picture is not None:
-        written.append(write_atomically(wanted.picture, partition_svg(made, profile, machine)))
-    charts = [(path, draw) for path, draw in ((wanted.pareto, pareto_svg), (wanted.depths, depth_svg)) if path]
-    if charts:
-        points = explore(profile, machine, **vars(replace(options, depths=None, num_microbatches=None)))
-        title = f"{profile.model} on {machine.name}"
-        written += [write_atomically(path, draw(points, title)) for path, draw in charts]
-    return written
-
-
 _SAME = (
     "method", "model", "schedule", "num_microbatches", "microbatch_size", "num_chunks", "data", "shard",
     "spill", "candidates", "plan_seconds",
@@ -275,9 +249,7 @@ _SAME = (
 """Fields of a plan that the JSON object contains unchanged."""
 
 
-def _answer(
-    made: Plan, profile: Profile, machine: Topology, wanted: Wanted, written: Sequence[Path], line: str
-) -> Answer:
+def _answer(made: Plan, profile: Profile, machine: Topology, wanted: Wanted, line: str) -> Answer:
     from pipefit.planner.explain import explain, run_command
     from pipefit.planner.training_figures import training, training_lines
 
@@ -303,7 +275,7 @@ def _answer(
     def text() -> str:
         return "\n".join([explain(made, profile, every=wanted.every, topology=machine), *lines])
 
-    return Answer(data, text, output=written)
+    return Answer(data, text, output=wanted.output)
 
 
 def _stages(made: Plan) -> list[JsonObject]:

@@ -24,7 +24,6 @@ def command(
     given: SourceOptions,
     costs: UnitCosts,
     repeats: Count = 1,
-    contention: bool = False,
     output: Simulated = None,
     json: Json = False,
 ) -> Answer:
@@ -38,7 +37,6 @@ def command(
     Args:
         path: A program (.pipe) or a plan (.json).
         repeats: Passes over the program, without a barrier between them.
-        contention: Messages on one link queue, as they always do with a profile.
         output: .svg, .html or .png for a picture, .trace.json for Perfetto, .pickle for torch's page memory_viz.
     """
     from pipefit.simulate import metrics, simulate
@@ -52,8 +50,7 @@ def command(
     check_forwards(program.header.num_stages, program.header.total_microbatches, repeats)
     cost = source.cost(costs)
     # On real links messages queue once both sides are ready; the unit costs of the papers do not include this.
-    real = contention or has_profile
-    timeline = simulate(program, cost, repeats=repeats, contention=real, rendezvous=real)
+    timeline = simulate(program, cost, repeats=repeats, contention=has_profile, rendezvous=has_profile)
     ranks = range(len(program.ranks))
     data = metrics(program, timeline, cost)
     data |= {"unit": "", "breakdown": breakdown(timeline), "busy": list(map(timeline.busy_s, ranks))}

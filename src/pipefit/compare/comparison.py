@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from pipefit.compare.settings import STRATEGIES, WHOLE
 from pipefit.draw.chart import can_plot, chart
-from pipefit.draw.save import save_bitmap
 from pipefit.schedules import find
 from pipefit.spec.files import JsonObject, write_atomically, write_json
 
@@ -173,7 +172,7 @@ class Comparison:
         )
 
     def save(self, folder: str | Path) -> dict[str, str]:
-        """Writes the figures as JSON and, where matplotlib is installed, the chart as SVG and as PNG.
+        """Writes the figures as JSON and, where matplotlib is installed, the chart as SVG.
 
         Returns:
             The paths, by kind.
@@ -181,7 +180,5 @@ class Comparison:
         place = Path(folder)
         paths = {"json": write_json(place / "compare.json", self.as_dict())}
         if self.rows and can_plot():
-            picture = self.chart()
-            paths["chart"] = write_atomically(place / "compare.svg", picture)
-            paths["picture"] = save_bitmap(place / "compare.png", picture)
+            paths["chart"] = write_atomically(place / "compare.svg", self.chart())
         return {kind: str(path) for kind, path in paths.items()}

@@ -56,7 +56,6 @@ def chart(
     series: Series,
     *,
     kind: Literal["line", "bar", "points"] = "line",
-    front: Points = (),
     marks: Mapping[str, Sequence[float]] | None = None,
     title: str = "",
     x_label: str = "",
@@ -70,7 +69,6 @@ def chart(
     Args:
         series: the points (x, y) of each name. Texts as x are categories in the order they come.
         kind: lines with points, bars side by side, or points alone.
-        front: points that a line joins, above the others; its name in the legend is "front".
         marks: places on the x axis with a line across the chart, by their name in the legend.
         title: above it.
         x_label: the words under the axis, with its unit.
@@ -88,8 +86,6 @@ def chart(
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
         axes.set(xlabel=x_label, ylabel=y_label)
-        if front:
-            axes.plot(*zip(*front, strict=True), color=_INK, linewidth=1.5, zorder=3, label="front")
         if kind == "bar":
             _bars(axes, series)
         else:

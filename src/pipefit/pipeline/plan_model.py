@@ -16,7 +16,6 @@ from pipefit.planner import PlanOptions
 from pipefit.planner import plan as search
 from pipefit.planner.explain import explain
 from pipefit.planner.machines import load_topology, read_profile
-from pipefit.planner.pictures import partition_svg
 from pipefit.planner.sweeps import Sweep, sweep
 from pipefit.profiling import profile_sizes
 from pipefit.runtime.microbatches import largest_part
@@ -57,10 +56,6 @@ class Planned:
     def draw(self) -> Drawing:
         """The picture of its schedule, displayed in a notebook."""
         return drawing_of(program_of(self.plan))
-
-    def svg(self) -> str:
-        """The partition drawn over the model."""
-        return partition_svg(self.plan, self.profile, self.topology)
 
     def save(self, path: str | Path) -> Path:
         """Writes the plan for `pipefit train --plan`."""

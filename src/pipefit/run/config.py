@@ -85,7 +85,7 @@ class RunConfig:
         "Further form of the figures of every step: csv, tensorboard or wandb; may be repeated.",
         typed=list[Literal["csv", "tensorboard", "wandb"]],
     )
-    sample: int = setting(200, "Bytes to generate at the end, for language models.", least=0)
+    sample: int = setting(200, "Bytes of each answer at the end, about, for the model of a folder.", least=0)
 
     @property
     def spill(self) -> Spilled:

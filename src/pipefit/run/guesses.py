@@ -12,8 +12,6 @@ from pipefit.spec.files import JsonObject
 
 _MOST_WRONG = 24
 _MOST_RIGHT = 12
-_SHADES = " .:-=+*#%@"
-"""From dark to bright, on a dark terminal."""
 
 
 class Guess(NamedTuple):
@@ -68,18 +66,6 @@ def guesses_of(model: nn.Module, images: Tensor, labels: Tensor) -> list[Guess]:
 def read_guesses(result: JsonObject) -> list[Guess]:
     """The answers in the saved result of a run."""
     return [Guess(*guess) for guess in result.get("guesses", [])]
-
-
-def in_text(guesses: Sequence[Guess]) -> list[str]:
-    """The images next to each other, in lines of text."""
-    lines = ["   ".join(f"{guess.words:<22}" for guess in guesses)]
-    for row in range(len(guesses[0].pixels)):
-        parts = []
-        for guess in guesses:
-            shades = [2 * _SHADES[int(level, 16) * (len(_SHADES) - 1) // 15] for level in guess.pixels[row]]
-            parts.append("".join(shades).ljust(22))
-        lines.append("   ".join(parts))
-    return [line.rstrip() for line in lines]
 
 
 def picture_of(guess: Guess) -> str:

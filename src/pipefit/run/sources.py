@@ -36,12 +36,12 @@ class Source:
         held_out: batches to evaluate on; () when there are none.
         baseline: a loss that a trained model should beat, and its name; None when there is none.
         tokens_per_sample: mean of a text; 0 otherwise.
-        longest: maximum number of tokens of a text; 0 otherwise.
+        longest: maximum number of tokens of a text, for the model of a folder; 0 otherwise.
         counts_hits: whether accuracy is defined.
         example: one of its batches, where it is known without drawing one.
         is_tuned: whether the model was trained before, so that the held-out loss before training is informative.
         tokenizer: of the text for the model of a folder; None: other data.
-        prompts: beginnings of held-out sequences, for language models; of bytes without a tokenizer.
+        prompts: beginnings of held-out sequences of such text.
     """
 
     name: str
@@ -58,9 +58,6 @@ class Source:
 
     def decoded(self, tokens: Sequence[int]) -> str:
         """The text of some tokens."""
-        if self.tokenizer is None:
-            # Bytes that are no text, and half a character at the end, are shown by their numbers.
-            return bytes(tokens).decode(errors="backslashreplace")
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
@@ -156,16 +153,12 @@ def _of_bytes(data: Sequence[str], eval_data: str, context: int, batch: int, see
         held = text(eval_data)
     else:
         train, held = split_corpus(train)
-    half = context // 2
-    prompt = HeldOutPrompt(list(held[:half]), list(held[half : 4 * context]), is_answer=False)
     return Source(
         ", ".join(data),
         TextBatches(train, batch, context, seed=seed),
         tuple(TextBatches(held, batch, context, seed=1, num_batches=4)),
         ("unigram entropy", unigram_entropy(train)),
         tokens_per_sample=context,
-        longest=context,
-        prompts=(prompt,),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pipefit.cost import CostModel
-from pipefit.data import ArrayBatches, sample
+from pipefit.data import ArrayBatches
 from pipefit.errors import ModelError, PipefitError
 from pipefit.models import build, parse_options
 from pipefit.models.hub import is_folder
@@ -34,7 +34,6 @@ from pipefit.run.observer import Observer
 from pipefit.run.optimizers import Rates, make_optimizer, rates
 from pipefit.run.result import METRICS, ReadyRun, RunResult, Sample, write_folder
 from pipefit.run.sources import Source, example_of, model_and_data
-from pipefit.run.texts import HeldOutPrompt
 from pipefit.run.tier_records import with_tier
 from pipefit.runtime.collectives import exchange
 from pipefit.runtime.faults import noted
@@ -332,7 +331,7 @@ def _compared(run: ReadyRun, trained: _Trained, measured: Timeline, result: RunR
 
 
 def _use_model(run: ReadyRun, result: RunResult) -> None:
-    """Saves the trained model of a folder, and asks a model for texts or classes. Every rank makes the same call."""
+    """Saves the trained model of a folder, and asks a model for answers or classes. Every rank makes the same call."""
     config = run.config
     source = run.source
     if is_folder(config.model):
@@ -341,18 +340,13 @@ def _use_model(run: ReadyRun, result: RunResult) -> None:
         if not run.plan.spill:
             result.samples = _answered(run)
         return
-    has_text = bool(source.prompts and config.sample)
     is_chain = isinstance(run.bundle.layers, nn.Sequential)
     # A model on a tier may be larger than the host's memory.
-    if run.plan.spill or not is_chain or not (has_text or source.counts_hits):
+    if run.plan.spill or not is_chain or not source.counts_hits:
         return
     state = run.pipe.state_dict()
     if run.pipe.rank == 0:
-        model = _whole(run, state)
-        if has_text:
-            result.samples = _continued(run, model)
-        else:
-            result.guesses = guesses_of(model, *source.held_out[0])
+        result.guesses = guesses_of(_whole(run, state), *source.held_out[0])
 
 
 def _answered(run: ReadyRun) -> list[Sample]:
@@ -370,7 +364,8 @@ def _answered(run: ReadyRun) -> list[Sample]:
             tokens = run.pipe.generate(ids, max_new_tokens=length, **how)[0, len(prompt.tokens) :].tolist()
         except ModelError:
             return []
-        found.append(_sample(run.source, prompt, run.source.decoded(tokens), length))
+        decoded = run.source.decoded
+        found.append(Sample(decoded(prompt.tokens), decoded(prompt.target[:length]), decoded(tokens)))
     return found
 
 
@@ -387,20 +382,3 @@ def _whole(run: ReadyRun, state: dict[str, torch.Tensor]) -> nn.Sequential:
     model.load_state_dict(state, assign=True)
     model.eval()
     return model
-
-
-def _continued(run: ReadyRun, model: nn.Sequential) -> list[Sample]:
-    """Text of the trained model of bytes, made by the whole model on this rank."""
-    config = run.config
-    source = run.source
-    found = []
-    for prompt in source.prompts:
-        context = source.tokens_per_sample
-        text = sample(model, bytes(prompt.tokens), config.sample, seed=config.updates.seed, context=context)
-        answer = text.removeprefix(source.decoded(prompt.tokens))
-        found.append(_sample(source, prompt, answer, config.sample))
-    return found
-
-
-def _sample(source: Source, prompt: HeldOutPrompt, answer: str, length: int) -> Sample:
-    return Sample(source.decoded(prompt.tokens), source.decoded(prompt.target[:length]), answer)
