@@ -49,6 +49,56 @@ def test_an_output_that_is_a_file_is_refused(tmp_path, capsys):
     assert "expected a folder" in capsys.readouterr().err
 
 
+def test_the_table_that_moves_has_a_row_for_every_trial():
+    from io import StringIO
+
+    from rich.console import Console
+
+    from pipefit.cli.study import _Table
+    from pipefit.study.board import Board
+    from pipefit.study.simulation import StudyTimeline
+    from pipefit.study.trial import Trial
+    from pipefit.study.trial_progress import TrialProgress
+
+    entries = [TrialProgress(n, Trial(steps=9), f"trial-{n}", losses=[0.5] * n) for n in range(3)]
+    entries[1].status, entries[1].device = "running", 1
+    entries[2].status = "failed"
+    shown = []
+    console = Console(width=100, height=50)
+    live = type("Live", (), {"update": lambda self, table: shown.append(table), "console": console})()
+    board = Board(entries, 2, "lrtf")
+    board.prediction = StudyTimeline((), 12.0, 11.0)
+    _Table(live)(board)
+    text = StringIO()
+    Console(file=text, width=100).print(shown[0])
+    assert "predicted: 12 s in all, lower bound 11 s" in text.getvalue()
+    assert all(words in text.getvalue() for words in ("trial-0", "trial-1", "2/9", "FAILED", "0.5000"))
+    assert "37% of the steps  1 of 3 trials over  lowest trial-1 0.5000" in text.getvalue()
+
+
+def test_of_many_trials_a_low_terminal_shows_those_that_something_happens_to():
+    from io import StringIO
+
+    from rich.console import Console
+
+    from pipefit.cli.study import _Table
+    from pipefit.study.board import Board
+    from pipefit.study.trial import Trial
+    from pipefit.study.trial_progress import TrialProgress
+
+    entries = [TrialProgress(n, Trial(steps=9), f"trial-{n:02d}", "stopped", losses=[0.5]) for n in range(40)]
+    entries[37].status = "running"
+    entries[38].status = "failed"
+    shown = []
+    console = Console(width=100, height=12)
+    live = type("Live", (), {"update": lambda self, table: shown.append(table), "console": console})()
+    _Table(live)(Board(entries, 2, "lrtf"))
+    text = StringIO()
+    Console(file=text, width=100).print(shown[0])
+    assert text.getvalue().count("\n") <= 12
+    assert "trial-37" in text.getvalue() and "trial-38" in text.getvalue() and "35 trials more" in text.getvalue()
+
+
 def test_lines_tell_every_tenth_of_the_steps_and_every_end(capsys, monkeypatch):
     from pipefit.cli.study import _Lines
     from pipefit.study.board import Board

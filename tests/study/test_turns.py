@@ -9,7 +9,7 @@ import pytest
 
 from pipefit.ir.op import Op
 from pipefit.ir.values import consumes, makes
-from pipefit.study.picture import picture
+from pipefit.study.picture import picture, trace
 from pipefit.study.simulation import TrialCost, simulate_study
 from pipefit.study.turns import step_program, turns_of
 from pipefit.verify import verify
@@ -80,6 +80,8 @@ def test_the_picture_has_a_box_for_every_turn_and_names_every_trial():
     boxes = re.findall('id="LineCollection_.*?</g>', drawn, re.S)
     assert len(re.findall("<path ", "".join(boxes))) == len(outcome.turns) == 10
     assert "a&lt;b" in drawn and "lower bound" in drawn
+    slices = [e for e in trace(outcome, ["a", "c"])["traceEvents"] if e["ph"] == "X"]
+    assert len(slices) == 10
 
 
 def test_what_plans_a_study_works_with_torch_blocked():

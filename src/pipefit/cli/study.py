@@ -7,6 +7,7 @@ import math
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from pipefit.study.board import Board
     from pipefit.study.trial import Trial
     from pipefit.study.trial_progress import TrialProgress
+
+_MARKS = {"finished": "done", "stopped": "stopped", "failed": "FAILED", "held": "waits", "waiting": "", "ready": "…"}
+_ORDER = {"running": 0, "failed": 1, "ready": 2, "held": 2, "finished": 3, "waiting": 4, "stopped": 5}
+"""Priority of the trials in a table without room for all."""
 
 
 def command(
@@ -60,11 +65,9 @@ def command(
         given["output"] = str(output)
     spec = replace(spec, **{key: value for key, value in given.items() if value is not None})
     spec = replace(spec, trials=tuple(map(_importable, spec.trials)))
-    observer = None
-    if not json:
-        observer = _Lines()
-    run = StudyRun(spec, observer=observer, resume=resume, forked=False)
-    result = run.run()
+    with _observer(quiet=json) as observer:
+        run = StudyRun(spec, observer=observer, resume=resume, forked=False)
+        result = run.run()
     code = code_of(not result.num_failed)
     if run.stopped_by is not None and result.interrupted:
         code = 128 + run.stopped_by
@@ -80,6 +83,20 @@ def _importable(trial: Trial) -> Trial:
     if isinstance(trial.model, str):
         return replace(trial, model=importable(trial.model))
     return trial
+
+
+@contextlib.contextmanager
+def _observer(quiet: bool) -> Iterator[Callable[[Board], None] | None]:
+    """Shows the study: a live table in a terminal, lines elsewhere; None under --json."""
+    if quiet:
+        yield None
+    elif sys.stdout.isatty():
+        from rich.live import Live
+
+        with Live(refresh_per_second=4, transient=True) as live:  # the results' table replaces it
+            yield _Table(live)
+    else:
+        yield _Lines()
 
 
 class _Lines:
@@ -140,6 +157,57 @@ def _standing(board: Board) -> str:
     if board.left_s < float("inf") and not board.is_over:
         parts.append(f"{format_seconds(round(board.left_s, 1))} left")
     return "  ".join(parts)
+
+
+class _Table:
+    """A live table of the trials, drawn at most four times a second."""
+
+    def __init__(self, live: Any) -> None:
+        self._live = live
+        self._last_s = 0.0
+
+    def __call__(self, board: Board) -> None:
+        now = time.monotonic()
+        if now - self._last_s >= 0.25 or board.is_over:
+            self._last_s = now
+            # The terminal cuts off the rest of the table: of many trials only the active ones are shown.
+            self._live.update(_table(board, most=max(self._live.console.size.height - 7, 3)))
+
+
+def _table(board: Board, most: int) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    first = sorted(board.entries, key=lambda entry: (_ORDER[entry.status], _score_of(entry)))
+    shown = sorted(first[:most], key=lambda entry: entry.number)
+    below = _standing(board)
+    if len(first) > most:
+        below += f"  ({len(first) - most} trials more)"
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=_prediction(board) or None, title_justify="left")
+    for head in ("trial", ""):
+        table.add_column(head)
+    for head in ("step", "loss", "held-out", "left", "device"):
+        table.add_column(head, justify="right")
+    for entry in shown:
+        table.add_row(*_row(board, entry))
+    if not any(entry.trial.evaluate for entry in board.entries):
+        del table.columns[4]
+    return Group(table, Text(below))
+
+
+def _row(board: Board, entry: TrialProgress) -> list[str]:
+    remaining_s = board.remaining_s(entry)
+    left = ""
+    if not entry.has_ended and remaining_s < math.inf:
+        left = format_seconds(round(remaining_s, 1))
+    device = ""
+    if entry.status == "running":
+        device = str(entry.device)
+    state = _MARKS.get(entry.status, entry.status)
+    losses = map(loss_text, (entry.last_loss, entry.score))
+    return [entry.name, state, f"{entry.steps}/{entry.trial.steps}", *losses, left, device]
 
 
 def _score_of(entry: TrialProgress) -> float:

@@ -16,6 +16,7 @@ from pipefit.study.simulation import (
     TrialCost,
     coarser,
     lower_bound_s,
+    one_by_one_s,
     simulate_study,
 )
 from pipefit.study.stopping import HELD_OUT, WAIT, Rule
@@ -345,6 +346,10 @@ class Board:
                 found[turn.trial] = found.get(turn.trial, 0.0) + turn.seconds
         return found
 
+    def remaining_s(self, entry: TrialProgress) -> float:
+        """Remaining seconds of a trial in isolation; infinite until one of its kind was measured."""
+        return self._ready(entry, self._measured_kinds()).remaining_s
+
     @property
     def left_s(self) -> float:
         """Lower bound of the remaining seconds of the study; infinite until a trial of every kind was measured."""
@@ -363,6 +368,14 @@ class Board:
         """The measured turns, simulated under a policy."""
         costs = coarser([TrialCost(tuple(spent), 1) for spent in self._spent() if spent])
         return simulate_study(costs, self.num_devices, policy)
+
+    def one_by_one(self) -> dict[str, float]:
+        """Seconds of the measured turns, if every trial in turn had all devices: as GPipe, and naively."""
+        totals = [sum(spent) for spent in self._spent()]
+        stages = [min(entry.shards or 1, self.num_devices) for entry in self.entries]
+        counts = [entry.trial.microbatches for entry in self.entries]
+        ones = [1] * len(counts)
+        return {"gpipe": one_by_one_s(totals, stages, counts), "naive": one_by_one_s(totals, stages, ones)}
 
 
 Observer = Callable[[Board], None]

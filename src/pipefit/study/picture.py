@@ -1,4 +1,4 @@
-"""The timeline of a study as a picture."""
+"""The timeline of a study, as a picture and as a trace."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pipefit.draw.chart import hue, plotted
-from pipefit.study.simulation import StudyTimeline
+from pipefit.spec.files import JsonObject
+from pipefit.study.simulation import StudyTimeline, TimedTurn
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,3 +51,31 @@ def picture(outcome: StudyTimeline, names: Sequence[str], num_devices: int, titl
         figure.legend(handles=[*patches, bound], loc="outside lower left", ncols=_COLUMNS)
 
     return plotted(draw, 1080, 120 + 46 * num_devices + 24 * (len(names) // _COLUMNS + 1), title)
+
+
+def trace(outcome: StudyTimeline, names: Sequence[str]) -> JsonObject:
+    """The timeline as a Chrome trace, which Perfetto opens: a process per device."""
+    items = [
+        {"ph": "M", "name": "process_name", "pid": device, "tid": 0, "args": {"name": f"device {device}"}}
+        for device in sorted({turn.device for turn in outcome.turns})
+    ]
+    items += [
+        {
+            "ph": "X",
+            "name": f"{names[turn.trial]}: {_label(turn)}",
+            "cat": names[turn.trial],
+            "pid": turn.device,
+            "tid": 0,
+            "ts": turn.start_s * 1e6,
+            "dur": (turn.end_s - turn.start_s) * 1e6,
+            "args": {"trial": turn.trial, "step": turn.step, "turn": turn.turn},
+        }
+        for turn in outcome.turns
+    ]
+    return {"format": "pipefit.study-timeline/1", "displayTimeUnit": "ms", "traceEvents": items}
+
+
+def _label(turn: TimedTurn) -> str:
+    if turn.step < 0:
+        return "admission"
+    return f"step {turn.step + 1}, turn {turn.turn}"

@@ -14,7 +14,7 @@ from pipefit.draw.chart import can_plot
 from pipefit.spec.files import JsonObject, write_atomically
 from pipefit.spec.sealed import read_sealed, write_sealed
 from pipefit.study.board import Board
-from pipefit.study.picture import picture
+from pipefit.study.picture import picture, trace
 from pipefit.study.simulation import POLICIES
 from pipefit.study.trial import StudyError, Trial, plain
 from pipefit.study.trial_progress import TrialProgress
@@ -39,7 +39,8 @@ class StudyResult:
         bound_s: lower bound over all policies for the same turns: max(longest trial, total / devices).
         gap: makespan over bound, minus one.
         predicted_s: the makespan, simulated after the first turns of each trial; None: a trial began too late for that.
-        policies: for every policy "makespan_s" and "gap", simulated with the measured turns.
+        policies: for every policy "makespan_s" and "gap", simulated with the measured turns; likewise for one trial
+            after the other over all devices, with GPipe's schedule ("gpipe") and naively ("naive").
         interrupted: whether it was stopped before its end, and can be resumed.
         resumed: whether this run resumed an earlier one; times are then of this run only.
         paths: of its files.
@@ -94,10 +95,15 @@ def result_of(board: Board, name: str, interrupted: bool, resumed: bool, folder:
     else:
         measured = board.measured()
         policies = {}
+        bound = 0.0
         if board.turns:
             for policy in POLICIES:
                 found = board.in_hindsight(policy)
                 policies[policy] = {"makespan_s": found.makespan_s, "gap": found.gap}
+                bound = max(bound, found.bound_s)
+        if bound:
+            for way, seconds in board.one_by_one().items():
+                policies[way] = {"makespan_s": seconds, "gap": seconds / bound - 1}
         figures = {
             "policy": board.policy,
             "num_devices": board.num_devices,
@@ -113,17 +119,19 @@ def result_of(board: Board, name: str, interrupted: bool, resumed: bool, folder:
 
 
 def save_result(result: StudyResult, board: Board, folder: Path) -> None:
-    """Writes results.json, the losses, and, where matplotlib is installed, a picture of the timeline."""
-    result.paths["results"] = str(folder / "results.json")
-    if can_plot():
-        timeline = folder / "timeline.svg"
-        result.paths["timeline"] = str(timeline)
-        if board.turns or not timeline.exists():
-            outcome = board.measured()
-            trials = [entry.name for entry in board.entries]
-            devices = f"{result.policy} on {result.num_devices} devices"
-            title = f"{result.name}: {devices}, {outcome.gap:.1%} over the lower bound"
-            write_atomically(timeline, picture(outcome, trials, board.num_devices, title=title))
+    """Writes results.json, the timeline as a trace and, where matplotlib is installed, as a picture, and the losses."""
+    names = {"results": "results.json", "timeline": "timeline.svg", "trace": "timeline.trace.json"}
+    if not can_plot():
+        del names["timeline"]
+    result.paths |= {kind: str(folder / name) for kind, name in names.items()}
+    if board.turns or not (folder / "timeline.trace.json").exists():
+        outcome = board.measured()
+        trials = [entry.name for entry in board.entries]
+        devices = f"{result.policy} on {result.num_devices} devices"
+        title = f"{result.name}: {devices}, {outcome.gap:.1%} over the lower bound"
+        if "timeline" in names:
+            write_atomically(folder / "timeline.svg", picture(outcome, trials, board.num_devices, title=title))
+        write_atomically(folder / "timeline.trace.json", json.dumps(trace(outcome, trials)) + "\n")
     for row in result.trials:
         held_out = dict(row.held_out)
         lines = ""
