@@ -148,8 +148,9 @@ def test_a_gate_that_sums_its_own_gradient_adds_an_all_reduce_to_the_backward():
 
 def test_a_loss_on_whole_logits_is_repeated_by_every_device_of_a_rank():
     def loss_s(settings, tensor):
-        head = layers_of(settings, tensor).layers[-1]
-        return head.forward_s + head.backward_s
+        profile = layers_of(settings, tensor)
+        head = profile.layers[-1]
+        return head.forward_s + head.backward_s + profile.loss_s
 
     logits = 2048 * 32000
     moved_s = (6 + 16 + 4 + 4 + 16 + 6) * logits * 7 / 8 / 3008e9
@@ -158,6 +159,17 @@ def test_a_loss_on_whole_logits_is_repeated_by_every_device_of_a_rank():
     shared = loss_s(",fused_loss=0", 1) - loss_s("", 1)  # other kernels, on as many logits
     found = loss_s(",fused_loss=0", 8) - loss_s("", 8) - shared / 8
     assert found == pytest.approx(moved_s + gathered_s, rel=0.08)
+
+
+def test_a_projection_before_a_loss_on_whole_logits_is_replayed_with_the_layers_and_its_loss_is_not():
+    plain = layers_of(",fused_loss=0").layers[-1]
+    replayed = plain.replaying("layer")
+    product_s = 2 * 2048 * 4096 * 32000 / 8 / (989e12 * 0.71)
+    gathered_s = 7 / 8 * 2 * 2048 * 32000 / 348e9 + (4 + 4) * 2048 * 32000 / 3008e9
+    assert replayed.backward_s - plain.backward_s == pytest.approx(product_s + gathered_s, rel=0.15)
+    assert replayed.saved_bytes == plain.saved_bytes and plain.replay_bytes("layer") == 0
+    own = layers_of().layers[-1]
+    assert own.replaying("layer") == own
 
 
 def test_heads_that_are_not_aligned_run_without_tensor_cores():

@@ -32,7 +32,8 @@ def test_the_score_is_at_least_the_one_of_the_manual():
     assert fitted.runs == 132 and fitted.median < 0.04 and fitted.ninth < 0.1
     assert fitted.tau > 0.78 and fitted.regret < 0.03 and fitted.memory > 0.948
     plain = scores["llama-13b", "data sheet"]
-    assert plain.median < 0.095 and plain.tau > 0.8 and plain.regret < 0.02 and plain.memory > 0.947
+    assert plain.median < 0.084 and plain.ninth < 0.165 and plain.memory > 0.947
+    assert plain.tau > 0.8 and plain.regret < 0.02
     assert scores["bloom", "data sheet"].median < 0.17 and scores["bloom", "data sheet"].tau > 0.6
     assert scores["megatron-core", "data sheet"].median < 0.02
     assert scores["gpt-1.3b", "data sheet"].median < 0.06

@@ -404,7 +404,7 @@ def _kept_of_scores(model: Transformer, tokens: int) -> float:
 
 
 def _head(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
-    """The projection to the vocabulary and its loss, which works on logits in 4 bytes.
+    """The projection to the vocabulary, and its loss on logits in 4 bytes, unless these are whole (`_whole_loss_s`).
 
     A projection that shares the embedding's weights has a copy of them, which is counted where it runs.
     """
@@ -416,37 +416,45 @@ def _head(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
     stream = e * tokens * h
     logits = tokens * own
     weights = e * vocab * h / ring.size
-    kept_bytes = 4.0 * logits
-    joined_s = 0.0
-    if not model.fused_loss:
-        joined_s = all_gather_s(ring, e * tokens * vocab)
+    forward_s, input_s, weight_s = _products_s(device, [(tokens, own, h)], e)
+    kept_bytes = stream + 4.0 * logits
+    replayed_bytes = None
+    if model.fused_loss:
+        # Conversion, maximum, difference, exponential, sum and quotient; then gradient and conversion.
+        forward_s += _passes_s(device, [size * logits for size in (e + 4, 4, 8, 8, 4, 8)])
+        forward_s += 3 * all_reduce_s(ring, 4 * tokens)
+        input_s += _passes_s(device, [size * logits for size in (8, 4 + e)])
+    else:
+        logits = tokens * vocab
+        forward_s += all_gather_s(ring, e * logits)
         if ring.size > 1:
             # NCCL gathers into one tensor; torch copies it into a list of tensors, which are then joined.
-            joined_s += 2 * pass_s(device, 2 * e * tokens * vocab)
-        logits = tokens * vocab
-        kept_bytes = (e + 4 + 4 + 4) * logits  # the logits, in 4 bytes, their softmax, and its gradient
-    forward_s, input_s, weight_s = _products_s(device, [(tokens, own, h)], e)
-    # Conversion, maximum, difference, exponential, sum and quotient; then gradient and conversion.
-    passes: tuple[int, ...] = (e + 4, 4, 8, 8, 4, 8)
-    back: tuple[int, ...] = (8, 4 + e)
-    if not model.fused_loss:
-        # Conversion; logarithm of softmax, which reads for maximum, sum and result; the largest logits, for an
-        # accuracy. Then zeros, the gradient of softmax, and conversion.
-        passes = e + 4, 16, 4
-        back = 4, 16, 4 + e
-    forward_s += _passes_s(device, [size * logits for size in passes])
-    input_s += _passes_s(device, [size * logits for size in back])
+            forward_s += 2 * pass_s(device, 2 * e * logits)
+        kept_bytes = stream + (e + 4 + 4 + 4) * logits  # the logits, in 4 bytes, their softmax, and its gradient
+        # Where layers are replayed, so is the projection, but not the loss, which keeps as much.
+        replayed_bytes = kept_bytes
     return Layer(
         "head",
-        forward_s + joined_s + 3 * all_reduce_s(ring, 4 * tokens),
+        forward_s,
         input_s + all_reduce_s(ring, stream),
         weight_s + _added_s(device, model, weights / e),
         output_bytes=4 * logits,
-        saved_bytes=stream + kept_bytes,
+        saved_bytes=kept_bytes,
         weight_bytes=weights,
         grad_bytes=stream,
         half_bytes=4 * logits,
+        input_bytes=replayed_bytes,
     )
+
+
+def _whole_loss_s(device: Device, model: Transformer, tokens: int) -> float:
+    """Seconds of a loss on whole logits, forward and backward, which each of t devices repeats."""
+    if model.fused_loss:
+        return 0.0
+    # Conversion; logarithm of softmax, which reads for maximum, sum and result; the largest logits, for an
+    # accuracy. Then zeros, the gradient of softmax, and conversion.
+    e = model.bytes
+    return _passes_s(device, [size * tokens * model.vocab for size in (e + 4, 16, 4, 4, 16, 4 + e)])
 
 
 def _at(model: Transformer, b: int, device: Device, ring: Ring) -> Profile:
@@ -472,6 +480,7 @@ def _at(model: Transformer, b: int, device: Device, ring: Ring) -> Profile:
         tuple(made),
         device=f"{device.flops / 1e12:g} TFLOP/s at {device.efficiency:.0%}",
         source=f"{ARITHMETIC}, {e} bytes per element",
+        loss_s=_whole_loss_s(device, model, b * s),
         optimizer_s=_optimizer_s(device, weights, e),
         summed_per_byte=(model.summed_bytes or e) / e,
         added_per_byte=model.added_bytes / e,

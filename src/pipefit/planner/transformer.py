@@ -41,8 +41,8 @@ class Transformer:
         fused_passes: 1: a rotation is one kernel, and so is a gate with its activation, as in Megatron-Core and under
             torch.compile; 0: one for each of their operations.
         fused_loss: 1: the loss works in place on each device's own logits, as Megatron-LM's; 0: it works on all
-            logits, also where the vocabulary is split over devices, each of its operations makes another copy, and
-            an accuracy is computed.
+            logits, also where the vocabulary is split over devices, each of its operations makes another copy, an
+            accuracy is computed, and where layers are replayed, so is the projection to the vocabulary.
         sequence_parallel: 1: what is between the products is split over a rank's devices, too.
         gathered: 1: a product keeps its whole input for the backward, also where that is split over the devices between
             products, as torch does by default; 0: its part, which the backward gathers again, as in Megatron-LM.

@@ -112,7 +112,7 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def replay_bytes(self, recompute: str) -> float:
         """Bytes that its replay inside a backward makes, and that are freed with it; 0 where its work counts them."""
         kept = self.replaying(recompute)
-        if kept is self or self.backward_work_bytes is not None:
+        if kept.saved_bytes == self.saved_bytes or self.backward_work_bytes is not None:
             return 0.0
         if recompute == "layer":
             return self.saved_bytes
