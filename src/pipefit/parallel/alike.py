@@ -1,7 +1,7 @@
 """Comparison of the batches of different processes: each takes the shapes of what it receives from its own batch.
 
 A message of another size than its buffer would abort the process, or fill the buffer in part. So shapes are compared
-before values of a batch are used:
+before values of a batch are used, and some of the values with them:
 
     link of a pipeline               a line about each batch goes ahead of its first activation, and messages of batches
                                      that differ have different tags (`runtime.batch_lines`)
@@ -26,6 +26,8 @@ from pipefit.stage.record_layout import bytes_of, name_of
 LINE = 512  # bytes
 
 _MOST_NAMED = 3
+_SAMPLED = 256
+"""Elements of a tensor of a batch that ranks compare: another order or a batch left out changes nearly all of them."""
 
 CURE = (
     "every rank must be given the same batches in full: pipefit itself gives each replica its micro-batches, so use no "
@@ -39,7 +41,8 @@ class Shapes(NamedTuple):
     Attributes:
         first: number of its first micro-batch since training began.
         text: types and shapes of its tensors, and its plain values.
-        checksum: of the batch and those before it in the same pass: 14 bits, so that sums of squares are exact.
+        checksum: of the text, of values spread over the batch, and of the batches before it in the same pass: 14 bits,
+            so that sums of squares are exact.
     """
 
     first: int
@@ -53,7 +56,12 @@ class Shapes(NamedTuple):
         start = 0
         if before is not None:
             start = before.checksum
-        return cls(first, text, zlib.crc32(text.encode(), start) & 0x3FFF)
+        checksum = zlib.crc32(text.encode(), start)
+        for leaf in pytree.tree_leaves(batch):
+            # Values on a GPU would be waited for.
+            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
+                checksum = sampled_sum(leaf, _SAMPLED, checksum)
+        return cls(first, text, checksum & 0x3FFF)
 
     @property
     def line(self) -> Tensor:
@@ -76,6 +84,14 @@ def _described_leaf(leaf: Any) -> str:
 def content_sum(tensor: Tensor, before: int = 0) -> int:
     """The CRC-32 of the bytes of a tensor, after some others."""
     return zlib.crc32(bytes_of(tensor), before)
+
+
+def sampled_sum(tensor: Tensor, most: int, before: int = 0) -> int:
+    """The checksum of evenly spread elements of a tensor, about `most` of many, after some others."""
+    if tensor.layout != torch.strided:
+        return before
+    flat = tensor.detach().reshape(-1)
+    return content_sum(flat[:: max(1, len(flat) // most)], before)
 
 
 def differences(found: Mapping[int, Mapping[str, Any]]) -> str:
@@ -122,11 +138,10 @@ def check(mine: int, line: Tensor, others: int, other: Tensor) -> None:
     if not torch.equal(line, other):
         sides = sorted([(mine, _text(line)), (others, _text(other))])
         (low, one), (high, two) = sides
+        what = f"shapes: rank {low} has {one}, rank {high} has {two}"
         if one == two:
-            before = " now, and had others before"
-        else:
-            before = ""
-        raise DataError(f"batches of different shapes: rank {low} has {one}, rank {high} has {two}{before}; {CURE}")
+            what = f"values on ranks {low} and {high}: {one}"
+        raise DataError(f"batches of different {what}; {CURE}")
 
 
 def _text(line: Tensor) -> str:

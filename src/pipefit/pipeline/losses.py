@@ -78,6 +78,7 @@ class PendingLosses:
             # After a commit there is nothing to wait for.
             with self._session.at(LOSS):
                 self._work.wait()
+        self._session.notes.check()
         requested, wanted, marks, squares, newcomers, of_newcomers = self._table[-_MORE:].tolist()
         if marks**2 != squares * self._num_ranks and self._shapes:
             compare(self._shapes)
