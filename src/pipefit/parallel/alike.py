@@ -1,12 +1,14 @@
 """Comparison of the batches of different processes: each takes the shapes of what it receives from its own batch.
 
 A message of another size than its buffer would abort the process, or fill the buffer in part. So shapes are compared
-before values of a batch are used, and some of the values with them:
+before values of a batch are used:
 
     link of a pipeline               a line about each batch goes ahead of its first activation, and messages of batches
                                      that differ have different tags (`runtime.batch_lines`)
     processes that share a rank      gather a line about each batch before it enters the first layer (`Mesh.check`)
     replicas, which send no data     add a checksum to the losses of their step (`pipeline.losses`)
+
+With the losses all compare some values of the batch, too.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from pipefit.stage.record_layout import bytes_of, name_of
 LINE = 512  # bytes
 
 _MOST_NAMED = 3
+_BITS = 0x3FFF
 _SAMPLED = 256
 """Elements of a tensor of a batch that ranks compare: another order or a batch left out changes nearly all of them."""
 
@@ -41,33 +44,41 @@ class Shapes(NamedTuple):
     Attributes:
         first: number of its first micro-batch since training began.
         text: types and shapes of its tensors, and its plain values.
-        checksum: of the text, of values spread over the batch, and of the batches before it in the same pass: 14 bits,
-            so that sums of squares are exact.
+        checksum: of the batch and those before it in the same pass: 14 bits, so that sums of squares are exact.
+        values: the same of some values of their tensors; 0: some are on a GPU, which would be waited for.
     """
 
     first: int
     text: str
     checksum: int
+    values: int = 0
 
     @classmethod
     def of(cls, batch: Any, first: int = 0, before: Shapes | None = None) -> Shapes:
         """The shapes of a batch that comes after another."""
         text = described(batch)
-        start = 0
-        if before is not None:
-            start = before.checksum
-        checksum = zlib.crc32(text.encode(), start)
-        for leaf in pytree.tree_leaves(batch):
-            # Values on a GPU would be waited for.
-            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
-                checksum = sampled_sum(leaf, _SAMPLED, checksum)
-        return cls(first, text, checksum & 0x3FFF)
+        before = before or NONE
+        checksum = zlib.crc32(text.encode(), before.checksum)
+        return cls(first, text, checksum & _BITS, _values(batch, before.values))
 
     @property
     def line(self) -> Tensor:
         """The line that processes compare, (LINE,) bytes: the checksum, and as much of the text as fits."""
         text = f"{self.checksum} {self.text}".encode()
         return torch.frombuffer(bytearray(text.ljust(LINE)[:LINE]), dtype=torch.uint8)
+
+
+NONE = Shapes(0, "", 0, 1)
+
+
+def _values(batch: Any, before: int) -> int:
+    """The checksum of some values of a batch and those before it."""
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        return 0
+    for tensor in tensors:
+        before = sampled_sum(tensor, _SAMPLED, before)
+    return before & _BITS
 
 
 def described(batch: Any) -> str:
@@ -138,10 +149,11 @@ def check(mine: int, line: Tensor, others: int, other: Tensor) -> None:
     if not torch.equal(line, other):
         sides = sorted([(mine, _text(line)), (others, _text(other))])
         (low, one), (high, two) = sides
-        what = f"shapes: rank {low} has {one}, rank {high} has {two}"
         if one == two:
-            what = f"values on ranks {low} and {high}: {one}"
-        raise DataError(f"batches of different {what}; {CURE}")
+            before = " now, and had others before"
+        else:
+            before = ""
+        raise DataError(f"batches of different shapes: rank {low} has {one}, rank {high} has {two}{before}; {CURE}")
 
 
 def _text(line: Tensor) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -26,6 +27,9 @@ from pipefit.runtime.meeting import QuickStore
 from pipefit.runtime.progress import CALLS, LOSS, MEETING, Position, Progress
 from pipefit.runtime.sockets import open_sockets, shut_down
 from pipefit.stage.accelerator import default_kind
+
+_ENDING = 12
+"""Looks, of a second each, at a rank whose waits do not end, as for another machine."""
 
 
 class Note(NamedTuple):
@@ -64,7 +68,7 @@ class Notes:
         self.last: Note | None = None
         self._progress = progress
         self._before = open_sockets()
-        self._stood: Position | None = None
+        self._looks: Counter[Position] = Counter()
 
     def check(self) -> None:
         """Refuses to go on after an error in a pass.
@@ -91,17 +95,12 @@ class Notes:
         note = Note(here.passes, here.index >= 0, kind, text)
         if note.in_pass:
             self.last = note
-        with contextlib.suppress(RuntimeError, ValueError):
-            _leave(here.calls, note)
+        _leave(here.calls, note)
 
     @property
     def found(self) -> Note | None:
         """The note after which this rank does not go on, or one that was left since the last roll call."""
-        if self.last is not None:
-            return self.last
-        with contextlib.suppress(RuntimeError, ValueError):
-            return _find(self._progress.position.calls)
-        return None
+        return self.last or _find(self._progress.position.calls)
 
     def look(self, rank: int, here: Position, place: str, end: Callable[[str], None]) -> None:
         """Leaves a note where this rank waits in a roll call; ends its waits where a note says that nobody comes.
@@ -120,28 +119,30 @@ class Notes:
         note = _find(here.calls)
         if note is None or not note.is_awaited(here):
             return
-        if self.last is not None:
-            end(f"{self.last.text}\n")
-        elif self._stood == here:
+        self._looks[here] += 1
+        if self._looks[here] == _ENDING:
+            end(f"{note.text}\n")
+        elif self._looks[here] == 2:
             text = note.text.replace(ORDER, f"; rank {rank} trains or evaluates, {place}{ORDER}")
             self.last = note._replace(text=text)
             _leave(here.calls + 1, self.last)
             end_waits(self._before, self._progress)
-        self._stood = here
 
 
 def _leave(calls: int, note: Note) -> None:
-    """Leaves a note for ranks that have begun so many roll calls."""
-    _get_default_store().set(f"pipefit/note/{calls}", json.dumps(note))
+    """Leaves a note for ranks that have begun so many roll calls, where there is a store."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        _get_default_store().set(f"pipefit/note/{calls}", json.dumps(note))
 
 
 def _find(calls: int) -> Note | None:
-    """The note for ranks that have begun so many roll calls; None: there is none."""
-    store = _get_default_store()
+    """The note for ranks that have begun so many roll calls; None: there is none, or no store."""
     key = f"pipefit/note/{calls}"
-    if not store.check([key]):
-        return None
-    return Note(*json.loads(store.get(key)))
+    with contextlib.suppress(RuntimeError, ValueError):
+        store = _get_default_store()
+        if store.check([key]):
+            return Note(*json.loads(store.get(key)))
+    return None
 
 
 def end_waits(before: set[int], progress: Progress) -> None:

@@ -394,17 +394,8 @@ def _joined(session: Session, shared: Path | None) -> Session:
     watchdog = None
     if num_ranks > 1:
         deadline = deadline_from_environment()
-        places = session.folder, shared
-        watchdog = Watchdog(
-            rank,
-            num_ranks,
-            session.progress,
-            *places,
-            deadline,
-            session.repairs,
-            session.notes,
-            before=session.watchdog,
-        )
+        own = session.progress, session.folder, shared, session.notes
+        watchdog = Watchdog(rank, num_ranks, *own, deadline, session.repairs, before=session.watchdog)
     session.progress.at(JOINING)
     start = meet(rank, num_ranks, session.folder)
     calls = None

@@ -68,9 +68,9 @@ class Watchdog:
         progress: the progress of this rank.
         folder: the folder of a run that pipefit has started, for the page; else None.
         shared: folder of the positions of the ranks on this machine; None: unknown.
+        notes: of this rank.
         floor_s: smallest deadline; 0: no deadline.
         repairs: of the run: the rank that causes a hang is lost, and the others go on; None: there are none.
-        notes: of this rank; None: new ones.
         before: the one that watched this process before a repair, whose steps count; None: this is the first.
 
     Attributes:
@@ -84,13 +84,13 @@ class Watchdog:
         progress: Progress,
         folder: Path | None,
         shared: Path | None,
+        notes: Notes,
         floor_s: float | None = None,
         repairs: Repairs | None = None,
-        notes: Notes | None = None,
         before: Watchdog | None = None,
     ) -> None:
         self._repairs = repairs
-        self._notes = notes or Notes(progress)
+        self._notes = notes
         self._faults = 0
         if repairs is not None:
             self._faults = repairs.faults
@@ -172,8 +172,7 @@ class Watchdog:
             if seen != before:
                 continue
             place = where(self._program, self._rank, seen)
-            with contextlib.suppress(RuntimeError, ValueError):  # there is no store yet, or no more
-                self._notes.look(self._rank, seen, place, self._end)
+            self._notes.look(self._rank, seen, place, self._end)
 
     def _positions(self, own: Position) -> dict[int, Position]:
         """The positions that are known on this machine."""
