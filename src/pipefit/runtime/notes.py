@@ -21,6 +21,7 @@ from typing import NamedTuple
 from torch.distributed.distributed_c10d import _get_default_store
 
 from pipefit.errors import CommunicationError, PipefitError
+from pipefit.parallel import waiting
 from pipefit.runtime.aborting import abort_groups
 from pipefit.runtime.calls import ORDER, different_calls
 from pipefit.runtime.meeting import QuickStore
@@ -157,5 +158,6 @@ def end_waits(before: set[int], progress: Progress) -> None:
     if QuickStore.newest is not None:
         QuickStore.newest.has_ended = True
     shut_down(before)
+    waiting.leave()
     if default_kind() != "cpu" and progress.position.index != MEETING:
         abort_groups()
