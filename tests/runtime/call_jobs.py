@@ -7,12 +7,14 @@ from pathlib import Path
 
 from tests.runtime import jobs
 
+from pipefit import Checkpoints
 from pipefit.runtime.session import current
 
 METHODS = {
     "report": "Pipeline.report()",
     "state_dict": "Pipeline.state_dict()",
     "timeline": "Pipeline.timeline()",
+    "load_state_dict": "Pipeline.load_state_dict()",
     "save": "Pipeline.save()",
     "evaluate": "Pipeline.evaluate()",
     "step": "trains or evaluates",
@@ -32,6 +34,8 @@ def call(place: str, methods: list[str]) -> None:
             pipe.step(x, y)
     elif mine == "save":
         pipe.save(place)
+    elif mine == "load_state_dict":
+        pipe.load_state_dict({})
     elif mine == "evaluate":
         pipe.evaluate(jobs.batches()[:1])
     elif mine != "leave":
@@ -42,6 +46,15 @@ def report_in_a_callback() -> None:
     """Only rank 0 reports, in the middle of a `fit`."""
     pipe = jobs.pipeline()
     pipe.fit(jobs.batches(), callbacks=[lambda record: pipe.report() if pipe.rank == 0 and record.step == 2 else None])
+
+
+def checkpoints_on_one_rank(place: str) -> None:
+    """Only rank 0 has the callback."""
+    pipe = jobs.pipeline()
+    callbacks = []
+    if pipe.rank == 0:
+        callbacks.append(Checkpoints(pipe, place, 2))
+    pipe.fit(jobs.batches(), callbacks=callbacks)
 
 
 def train_when_others_take_their_time(seconds: float) -> list[float]:

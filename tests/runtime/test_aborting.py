@@ -6,7 +6,7 @@ from multiprocessing import Pipe
 import pytest
 
 from pipefit.runtime import aborting
-from pipefit.runtime import repairs as module
+from pipefit.runtime import notes as module
 from pipefit.runtime.progress import MEETING, Progress
 from pipefit.runtime.repairs import Repairs
 

@@ -12,11 +12,10 @@ from tests.runtime import call_jobs as jobs
 from torch.distributed import HashStore
 
 from pipefit.errors import DisagreementError
-from pipefit.runtime import watchdog
-from pipefit.runtime.calls import meet_in_call
+from pipefit.runtime import notes, watchdog
 from pipefit.runtime.launch import LaunchError, launch
+from pipefit.runtime.notes import Note, Notes
 from pipefit.runtime.progress import CALLS, LEAVE, LOSS, OUTSIDE, Position, Progress
-from pipefit.runtime.waits import missed_call
 
 pytestmark = pytest.mark.dist
 
@@ -42,6 +41,10 @@ def _refused(job, *args, **options) -> str:
         (
             ["report", "step"],
             "rank 0 waits in Pipeline.report(), which all ranks must call; rank 1 trains or evaluates",
+        ),
+        (
+            ["load_state_dict", "step"],
+            "rank 0 waits in Pipeline.load_state_dict(), which all ranks must call; rank 1 trains or evaluates",
         ),
         (["step", "leave"], "rank 1 is leaving the run; rank 0 trains or evaluates, at '"),
         (["leave", "step"], "rank 0 is leaving the run; rank 1 trains or evaluates, at '"),
@@ -71,22 +74,23 @@ def test_methods_that_differ_are_named_where_ranks_share_no_folder(tmp_path: Pat
     assert expected in said[1] and ORDER in said[1], said
 
 
-def test_calls_are_compared_also_where_processes_meet_late(monkeypatch):
-    """The comparison once ended for the whole run where there was no store in its first seconds."""
+def test_notes_are_looked_for_also_where_processes_meet_late(monkeypatch):
+    """The thread once ended for the whole run where there was no store in its first seconds."""
     not_yet = [ValueError("Default process group has not been initialized")]
-    compared = threading.Event()
+    found = threading.Event()
 
-    def meet(rank, here):
+    def store():
         if not_yet:
             raise not_yet.pop()
-        compared.set()
-        return {}
+        found.set()
+        return HashStore()
 
     monkeypatch.setattr(watchdog, "_MISSED_S", 0.01)
-    monkeypatch.setattr(watchdog, "meet_in_call", meet)
-    own = watchdog.Watchdog(0, 2, Progress(), None, None)
+    monkeypatch.setattr(notes, "_get_default_store", store)
+    progress = Progress()
+    own = watchdog.Watchdog(0, 2, progress, None, None, Notes(progress))
     try:
-        assert compared.wait(60)
+        assert found.wait(60)
     finally:
         own.stop()
 
@@ -101,33 +105,60 @@ def test_a_callback_on_one_rank_only_is_named():
     assert said.startswith("rank 0 waits in Pipeline.report(), which all ranks must call; rank 1 trains")
 
 
+def test_checkpoints_on_one_rank_only_are_named(tmp_path: Path):
+    """The other rank was in the next step, until the watchdog came."""
+    said = _refused(jobs.checkpoints_on_one_rank, str(tmp_path / "run"))
+    assert said.startswith("rank 0 waits in Pipeline.save(), which all ranks must call; rank 1 trains")
+
+
 def test_ranks_that_are_late_are_waited_for():
     one, other = launch(jobs.train_when_others_take_their_time, 2, 1.5, quiet=True)
     assert one == other and len(one) == 4
 
 
-def _at(passes, index, call="", waits=False):
-    return Position(passes, index, 0, 1, 0.0, waits, 3, CALLS.index(call))
+def _at(passes, index, call="", waits=False, calls=3):
+    return Position(passes, index, 0, 1, 0.0, waits, calls, CALLS.index(call))
 
 
-def test_a_call_is_missed_only_where_the_other_rank_will_not_come():
-    """Not by a rank that has begun the pass, or that is between two passes."""
-    waiting = {1: _at(2, OUTSIDE, LEAVE, waits=True)}
-    assert "rank 1 is leaving the run; rank 0 trains" in missed_call(0, None, _at(3, 5), waiting)
-    assert "rank 1 is leaving the run; rank 0 trains" in missed_call(0, None, _at(3, LOSS), waiting)
-    assert not missed_call(0, None, _at(2, 5), waiting)
-    assert not missed_call(0, None, _at(3, OUTSIDE), waiting)
-    assert not missed_call(0, None, _at(3, 5), {})
+@pytest.mark.parametrize(
+    ("note", "here", "is_awaited"),
+    [
+        (Note(2, False, "", ""), _at(3, 5), True),
+        (Note(2, False, "", ""), _at(3, LOSS), True),
+        (Note(2, False, "", ""), _at(2, OUTSIDE, waits=True), True),
+        # It has begun this pass, or this rank is between two passes.
+        (Note(2, False, "", ""), _at(2, 5), False),
+        (Note(2, False, "", ""), _at(2, LOSS), False),
+        (Note(2, False, "", ""), _at(3, OUTSIDE), False),
+        # It failed in this pass.
+        (Note(2, True, "", ""), _at(2, 5), True),
+        (Note(2, True, "", ""), _at(2, LOSS), True),
+    ],
+)
+def test_a_rank_of_a_note_is_awaited_only_where_it_will_not_come(note, here, is_awaited):
+    assert note.is_awaited(here) is is_awaited
 
 
-def test_a_position_in_a_call_is_found_by_ranks_whose_next_call_it_is(monkeypatch):
-    store = HashStore()
-    monkeypatch.setattr("pipefit.runtime.calls._get_default_store", lambda: store)
-    waiting = _at(2, OUTSIDE, LEAVE, waits=True)
-    assert meet_in_call(1, waiting) == {}
-    assert meet_in_call(0, _at(3, 5)._replace(calls=2)) == {1: waiting}
-    for calls in (1, 3):
-        assert meet_in_call(0, _at(3, 5)._replace(calls=calls)) == {}
+def test_notes_are_found_by_ranks_that_have_begun_as_many_calls_and_end_their_waits_at_the_second_look(monkeypatch):
+    store, ended = HashStore(), []
+    monkeypatch.setattr(notes, "_get_default_store", lambda: store)
+    monkeypatch.setattr(notes, "end_waits", lambda before, progress: ended.append("waits"))
+    other, own, late = Notes(Progress()), Notes(Progress()), Notes(Progress())
+    other.look(1, _at(2, OUTSIDE, LEAVE, waits=True, calls=4), "", ended.append)
+    for _ in range(2):
+        late.look(0, _at(3, 5, calls=4), "at 'fwd'", ended.append)
+    assert ended == [] and late.last is None
+    own.look(0, _at(3, 5), "at 'fwd'", ended.append)
+    assert ended == [] and own.last is None
+    own.look(0, _at(3, 6), "at 'bwd'", ended.append)
+    assert ended == [] and own.last is None
+    own.look(0, _at(3, 6), "at 'bwd'", ended.append)
+    said = f"rank 1 is leaving the run; rank 0 trains or evaluates, at 'bwd': {ORDER}"
+    assert ended == ["waits"] and own.last == Note(2, False, "DisagreementError", said)
+    for _ in range(10):
+        assert ended == ["waits"]
+        own.look(0, _at(3, 6), "at 'bwd'", ended.append)
+    assert ended == ["waits", f"rank 1 is leaving the run: {ORDER}\n"]
 
 
 @pytest.mark.parametrize("method", ["step", "fit", "evaluate", "state_dict", "save", "report"])

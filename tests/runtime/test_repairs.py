@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pipefit.errors import CommunicationError, PipefitError
+from pipefit.runtime import notes
 from pipefit.runtime import repairs as module
 from pipefit.runtime.faults import noted
 from pipefit.runtime.progress import Progress
@@ -21,7 +22,7 @@ class Ranks:
     """Three ranks, of which the last one dies; the launcher's side is in the test."""
 
     def __init__(self, place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "shut_down", lambda before: None)
+        monkeypatch.setattr(notes, "shut_down", lambda before: None)
         ends = [Pipe() for _ in range(3)]
         self.pipes = [ours for ours, _ in ends]
         self.mended: list[Loss] = []
@@ -239,10 +240,10 @@ def test_a_rank_that_loses_another_one_between_two_steps_says_so_to_the_launcher
     own = Repairs(theirs, 0, Progress())
     own.listen()
     session = Session(0, 2, None, Progress(), repairs=own)
-    with pytest.raises(CommunicationError), session.sharing_errors():
+    with pytest.raises(CommunicationError), session.sharing_errors(lambda: "Pipeline.fit()"):
         raise RuntimeError("Connection closed by peer")
     said = [ours.recv(), ours.recv()]
-    assert said == [(CAN, ""), (CANNOT, "it was in an exchange between two steps")]
+    assert said == [(CAN, ""), (CANNOT, "it was in Pipeline.fit()")]
 
 
 def test_a_rank_that_loses_another_one_while_all_meet_again_lets_the_launcher_name_the_cause(tmp_path, monkeypatch):
@@ -259,7 +260,7 @@ def test_a_rank_that_loses_another_one_while_all_meet_again_lets_the_launcher_na
     session = Session(0, 2, None, Progress(), repairs=own)
 
     def works() -> None:
-        with session.sharing_errors():
+        with session.sharing_errors(lambda: "Pipeline.fit()"):
             own.repeated(once_broken(""))
 
     found = ranks.run(works, lambda: ranks.own[1].repeated(once_broken("")))

@@ -1,5 +1,6 @@
-"""Ranks with batches of different shapes: each names both, and none aborts, hangs or trains on."""
+"""Ranks with batches of different shapes or values: each names both, and none aborts, hangs or trains on."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,22 @@ def test_replicas_and_ranks_further_away_name_the_shapes_too(
 def test_batches_of_an_evaluation_are_compared(own: list[str], tmp_path: Path) -> None:
     message = _refused(tmp_path / "it", 2, 1, ["", ""], own, {"what": "evaluate"})
     assert f"rank 0 has {USUAL}, rank 1 has {'float32' if len(own) > 1 else 'no more batches'}" in message
+
+
+@pytest.mark.parametrize(
+    ("own", "options"),
+    [
+        (["", "values", ""], {"schedule": "1f1b"}),
+        (["", "values", ""], {"schedule": "data-parallel"}),
+        (["", "values", ""], {"schedule": "pipedream"}),
+        (["", "values", ""], {"what": "step"}),
+        (["values", "", ""], {"what": "evaluate"}),
+    ],
+)
+def test_values_of_batches_are_compared(own: list[str], options: dict[str, Any], tmp_path: Path) -> None:
+    """A rank that left a batch out, or had them in another order, once trained on with the others."""
+    message = _refused(tmp_path / "it", 2, 1, ["", "", ""], own, options)
+    assert re.match(r"checksum of the batch: rank 0 has \d+, rank 1 has \d+; every rank must", message)
 
 
 def test_one_rank_with_too_few_samples_is_heard_by_all(tmp_path: Path) -> None:

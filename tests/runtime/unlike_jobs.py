@@ -16,6 +16,7 @@ OTHERS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "more": lambda x, y: (torch.cat([x, x]), torch.cat([y, y])),
     "type": lambda x, y: (x.double(), y),
     "one": lambda x, y: (x[:1], y[:1]),
+    "values": lambda x, y: (x, (y + 1) % 4),
 }
 
 

@@ -162,7 +162,7 @@ MUTATIONS = [
     Mutation("stage/moments.py", "            accelerator.settle(self._device)\n", "", PLAIN, CLOCKS),
     # the repair of a run
     Mutation("pipeline/training_loop.py", "        settle(self._engine.device)\n", "", REPAIRED),
-    Mutation("runtime/repairs.py", "            abort_groups()\n", "            pass\n", REPAIRED),
+    Mutation("runtime/notes.py", "        abort_groups()\n", "        pass\n", REPAIRED),
     # devices
     Mutation("stage/device.py", "    index = first_local_rank\n", "    index = None\n", REPAIRED),
     Mutation("stage/device.py", 'int(os.environ.get("LOCAL_RANK", 0))', "0", TWO),

@@ -7,6 +7,8 @@ before values of a batch are used:
                                      that differ have different tags (`runtime.batch_lines`)
     processes that share a rank      gather a line about each batch before it enters the first layer (`Mesh.check`)
     replicas, which send no data     add a checksum to the losses of their step (`pipeline.losses`)
+
+With the losses all compare some values of the batch, too.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ from pipefit.stage.record_layout import bytes_of, name_of
 LINE = 512  # bytes
 
 _MOST_NAMED = 3
+_BITS = 0x3FFF
+_SAMPLED = 256
+"""Elements of a tensor of a batch that ranks compare: another order or a batch left out changes nearly all of them."""
 
 CURE = (
     "every rank must be given the same batches in full: pipefit itself gives each replica its micro-batches, so use no "
@@ -41,26 +46,40 @@ class Shapes(NamedTuple):
         first: number of its first micro-batch since training began.
         text: types and shapes of its tensors, and its plain values.
         checksum: of the batch and those before it in the same pass: 14 bits, so that sums of squares are exact.
+        values: the same of some values of their tensors; 0: some are on a GPU, which would be waited for.
     """
 
     first: int
     text: str
     checksum: int
+    values: int = 0
 
     @classmethod
     def of(cls, batch: Any, first: int = 0, before: Shapes | None = None) -> Shapes:
         """The shapes of a batch that comes after another."""
         text = described(batch)
-        start = 0
-        if before is not None:
-            start = before.checksum
-        return cls(first, text, zlib.crc32(text.encode(), start) & 0x3FFF)
+        before = before or NONE
+        checksum = zlib.crc32(text.encode(), before.checksum)
+        return cls(first, text, checksum & _BITS, _values(batch, before.values))
 
     @property
     def line(self) -> Tensor:
         """The line that processes compare, (LINE,) bytes: the checksum, and as much of the text as fits."""
         text = f"{self.checksum} {self.text}".encode()
         return torch.frombuffer(bytearray(text.ljust(LINE)[:LINE]), dtype=torch.uint8)
+
+
+NONE = Shapes(0, "", 0, 1)
+
+
+def _values(batch: Any, before: int) -> int:
+    """The checksum of some values of a batch and those before it."""
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        return 0
+    for tensor in tensors:
+        before = sampled_sum(tensor, _SAMPLED, before)
+    return before & _BITS
 
 
 def described(batch: Any) -> str:
@@ -77,6 +96,14 @@ def _described_leaf(leaf: Any) -> str:
 def content_sum(tensor: Tensor, before: int = 0) -> int:
     """The CRC-32 of the bytes of a tensor, after some others."""
     return zlib.crc32(bytes_of(tensor), before)
+
+
+def sampled_sum(tensor: Tensor, most: int, before: int = 0) -> int:
+    """The checksum of evenly spread elements of a tensor, about `most` of many, after some others."""
+    if tensor.layout != torch.strided:
+        return before
+    flat = tensor.detach().reshape(-1)
+    return content_sum(flat[:: max(1, len(flat) // most)], before)
 
 
 def differences(found: Mapping[int, Mapping[str, Any]]) -> str:

@@ -31,13 +31,14 @@ class DataComparison:
 
     Attributes:
         session: of the run now.
+        is_due: whether the next batch that is given by itself is compared.
         enters: takes the first batch of a process that enters the run, where the others do not begin; see `meet`.
     """
 
     def __init__(self, session: Session, state: RunState) -> None:
         self.session = session
         self._state = state
-        self._is_due = session.is_distributed
+        self.is_due = session.is_distributed
         self.enters: Callable[[Any], None] | None = None
 
     def batches(self, batches: Iterator[Any], number: int | None, steps: int | None) -> Iterator[Any]:
@@ -78,12 +79,12 @@ class DataComparison:
         Raises:
             DataError: on every rank with the same message: it differs.
         """
-        if self._is_due:
+        if self.is_due:
             self.session.roll_call("Pipeline.step()")
             self._compare(_facts_of(batch))
 
     def _compare(self, facts: dict[str, Any]) -> None:
-        self._is_due = False
+        self.is_due = False
         facts |= {"steps trained": self._state.num_updates, "position in the data": self._state.position.words}
         self.session.unit(lambda: check_alike(self.session, lambda: facts, DataError, CURE))
 

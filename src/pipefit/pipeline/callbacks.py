@@ -245,6 +245,7 @@ class Checkpoints:
     def _look_around(self, step: int) -> None:
         """Notes the checkpoints in the folder that are not of this training, or of those from which it resumed."""
         if self._earlier is None:
+            self._pipe.session.roll_call("Pipeline.save()")
             # Every process knows them: another one may be rank 0 later.
             self._earlier = self._of_first(lambda: _others_in(self.folder, step))
 

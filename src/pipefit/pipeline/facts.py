@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from pipefit.parallel.alike import content_sum
+from pipefit.parallel.alike import sampled_sum
 from pipefit.pipeline.resume import optimizer_facts
 from pipefit.profiling.workload import Workload
 from pipefit.spec import Plan
@@ -151,9 +151,7 @@ def _of_tensor(value: Tensor) -> str:
     form = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if value.is_meta or value.layout != torch.strided or not value.numel():
         return form
-    flat = value.detach().reshape(-1)
-    sample = flat[:: max(1, len(flat) // _SAMPLED)]
-    return f"{form} with checksum {content_sum(sample):08x}"
+    return f"{form} with checksum {sampled_sum(value, _SAMPLED):08x}"
 
 
 def _is_setting(value: Any) -> bool:

@@ -13,11 +13,11 @@ import torch
 
 from pipefit.errors import DataError, ModelError
 from pipefit.ir.program import Header
-from pipefit.parallel.alike import Shapes, compare
+from pipefit.parallel.alike import CURE, NONE, Shapes, compare
 from pipefit.parallel.waiting import finish
 from pipefit.pipeline.batches import samples_of
 from pipefit.pipeline.callbacks import Record
-from pipefit.runtime.collectives import exchange, start_sum
+from pipefit.runtime.collectives import check_alike, exchange, start_sum
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.executor import Execution
 from pipefit.runtime.microbatches import Weigh, feed_of, pair_of
@@ -25,7 +25,7 @@ from pipefit.runtime.progress import LOSS
 from pipefit.runtime.worker import evaluating
 from pipefit.schedules.forward import forward_only
 
-_MORE = 6
+_MORE = 9
 _END = Shapes(0, "no more batches", 0)
 
 
@@ -36,17 +36,15 @@ class PendingLosses:
         self, engine: Engine, runs: Sequence[Execution], num_microbatches: int, num_steps: int, *extra: float
     ) -> None:
         # The last ones count the ranks that want to stop, so that all of them stop after the same step, and add up
-        # checksums of the batches and their squares, and likewise the numbers of the newcomers of which ranks know.
+        # checksums of the batches and their squares, also of their values on the ranks that know them, and likewise the
+        # numbers of the newcomers of which ranks know.
         own = extra if engine.mesh.is_first else (0.0,) * len(extra)
         stop = engine.session.stop
-        self._shapes = runs[0].feed[num_steps * num_microbatches - 1].batch
-        if self._shapes:
-            mark = self._shapes.checksum
-        else:
-            mark = 0
-        extra = (*own, float(stop.requested), float(stop.wanted), float(mark), float(mark**2))
+        self._shapes = runs[0].feed[num_steps * num_microbatches - 1].batch or NONE
+        mark, values = self._shapes.checksum, self._shapes.values
+        extra = (*own, stop.requested, stop.wanted, mark, mark**2, values, values**2, values > 0)
         newcomer = engine.session.door.known
-        extra = (*extra, float(newcomer), float(newcomer**2))
+        extra = (*extra, newcomer, newcomer**2)
         # Every micro-batch's loss is known to one rank, and zero on the others: their sum is exact in any order, so the
         # losses of the steps are bitwise the same for every placement of micro-batches.
         self._names = _names(engine, runs)
@@ -74,15 +72,19 @@ class PendingLosses:
         """The losses by step.
 
         Raises:
-            DataError: on every rank: ranks had batches of different shapes.
+            DataError: on every rank: ranks had batches of different shapes or values.
         """
         if self._work is not None:
             # After a commit there is nothing to wait for.
             with self._session.at(LOSS):
                 finish(self._work)
-        requested, wanted, marks, squares, newcomers, of_newcomers = self._table[-_MORE:].tolist()
-        if marks**2 != squares * self._num_ranks and self._shapes:
+        self._session.notes.check()
+        requested, wanted, marks, of_marks, *more = self._table[-_MORE:].tolist()
+        values, of_values, known, newcomers, of_newcomers = more
+        if marks**2 != of_marks * self._num_ranks:
             compare(self._shapes)
+        if values**2 != of_values * known:
+            check_alike(self._session, lambda: {"checksum of the batch": self._shapes.values}, DataError, CURE)
         self._session.stop.agreed |= requested > 0
         self._session.stop.ended |= wanted > 0
         self._session.door.agree(newcomers, of_newcomers, self._num_ranks)

@@ -108,46 +108,46 @@ class Pipeline:
     ) -> None:
         session = current()
         session.roll_call("Pipeline()")
-        self.given = given = GivenModel.of(
-            model,
-            loss=loss,
-            optimizer=optimizer,
-            example=example,
-            device=parallelism.device,
-            precision=precision,
-            updates=updates,
-        )
-        self.model = model
-        self.layers = list(given.work.layers)
+        with session.sharing_errors(lambda: "Pipeline()"):
+            self.given = given = GivenModel.of(
+                model,
+                loss=loss,
+                optimizer=optimizer,
+                example=example,
+                device=parallelism.device,
+                precision=precision,
+                updates=updates,
+            )
+            self.model = model
+            self.layers = list(given.work.layers)
 
-        request = Request(schedule, microbatches, stages, plan, parallelism, spill)
-        decision = agreed_plan(request, given.work, updates, session)
-        agreed = decision.plan
-        mesh = sharded_mesh(agreed, self.layers, session)
-        self.training = given.training(mesh)
-        programs = Programs(agreed, self.training, self.layers, spill)
+            request = Request(schedule, microbatches, stages, plan, parallelism, spill)
+            decision = agreed_plan(request, given.work, updates, session)
+            agreed = decision.plan
+            mesh = sharded_mesh(agreed, self.layers, session)
+            self.training = given.training(mesh)
+            programs = Programs(agreed, self.training, self.layers, spill)
 
-        self._is_lent_whole = is_lent_whole(agreed, self.layers, session)
-        self.engine = assemble(programs.shortest(), agreed, given, mesh, self.training, session, spill)
-        self._position = LoaderPosition(updates.seed)
-        self.state = RunState(self._position)
-        self.loop = TrainingLoop(self.engine, given.weigh, self._after_updates, self.state)
-        self.comparison = DataComparison(session, self.state)
-        self.recovery: Recovery | None = None
-        self.follow(agreed, programs, session)
-        self.repair = Repair(self)
-        self.rebalancer: Rebalancer | None = None
-        if parallelism.rebalance:
-            self.rebalancer = Rebalancer(self, decision)
-        self._verify_every = parallelism.verify_replicas
-        self.verified = 0
+            self._is_lent_whole = is_lent_whole(agreed, self.layers, session)
+            self.engine = assemble(programs.shortest(), agreed, given, mesh, self.training, session, spill)
+            self._position = LoaderPosition(updates.seed)
+            self.state = RunState(self._position)
+            self.loop = TrainingLoop(self.engine, given.weigh, self._after_updates, self.state)
+            self.comparison = DataComparison(session, self.state)
+            self.recovery: Recovery | None = None
+            self.follow(agreed, programs, session)
+            self.repair = Repair(self)
+            self.rebalancer: Rebalancer | None = None
+            if parallelism.rebalance:
+                self.rebalancer = Rebalancer(self, decision)
+            self._verify_every = parallelism.verify_replicas
+            self.verified = 0
 
-        # JSON data of the caller that is committed with a step on a disk tier, and the data of the step from which this
-        # run resumed.
-        self.notes: Callable[[], Mapping[str, Any]] | None = None
-        self.resumed_notes: dict[str, Any] = {}
-        if spill is not None and spill.resume is not False:
-            self.resumed_notes = resume_records(self)
+            # JSON data of the caller, committed with a step on a disk tier, and that of the step from which it resumed.
+            self.notes: Callable[[], Mapping[str, Any]] | None = None
+            self.resumed_notes: dict[str, Any] = {}
+            if spill is not None and spill.resume is not False:
+                self.resumed_notes = resume_records(self)
 
     def follow(self, plan: Plan, programs: Programs, session: Session) -> None:
         """Follows a plan from now on, for which the engine has its workers."""
@@ -387,8 +387,9 @@ class Pipeline:
         """All weights and buffers under the user's own names, on the CPU. All ranks of a run must call it together."""
         return whole_state(self)
 
+    @rolled
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Loads weights and buffers by the user's names.
+        """Loads weights and buffers by the user's names. All ranks of a run must call it together.
 
         Raises:
             ModelError: a name is missing or has another shape.

@@ -154,8 +154,7 @@ class TrainingLoop:
         self._began = time.perf_counter()
         self._evaluated = -1
         try:
-            with self._engine.session.sharing_errors():
-                losses = self._until_the_end(batches, steps, evaluate, evaluate_every)
+            losses = self._until_the_end(batches, steps, evaluate, evaluate_every)
             if self._stop.agreed:
                 why = "SIGTERM"
             elif self._stop.ended:

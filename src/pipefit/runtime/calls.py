@@ -5,22 +5,17 @@
     rank 1   the script ends ─► "leaving" ────┘
 
 They have a process group of their own, in which nothing else is sent. A rank that is in a pass meanwhile, because only
-the first `step` has a roll call, reads in the store of the run in which call the others wait
-(`pipefit.runtime.waits.missed_call`).
+the first `step` has a roll call, finds a note about the call in which the others wait (`pipefit.runtime.notes`).
 """
 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from torch.distributed.distributed_c10d import _get_default_store
-
-from pipefit.errors import CommunicationError, is_lost_peer
 from pipefit.parallel.alike import ranks_in_words
-from pipefit.runtime.progress import LEAVE, Position
+from pipefit.runtime.progress import LEAVE
 
 ORDER = ": all ranks must call the same methods in the same order, none only `if pipe.rank == 0`"
 """The end of a message about calls that differ."""
@@ -51,25 +46,19 @@ def rolled(method: F) -> F:
 
 
 def among_ranks(method: F) -> F:
-    """Makes a method of a pipeline raise the same error wherever another rank is gone."""
+    """Makes a method of a pipeline raise the error of another rank, and compares the next batch after an error."""
 
     @functools.wraps(method)
     def called(pipe: Any, *args: Any, **options: Any) -> Any:
-        try:
-            pipe.repair.take_over()
-            return method(pipe, *args, **options)
-        except RuntimeError as problem:
-            if isinstance(problem, CommunicationError) or not is_lost_peer(problem):
+        with pipe.session.sharing_errors(lambda: f"Pipeline.{method.__name__}(), after step {pipe.num_updates}"):
+            try:
+                pipe.repair.take_over()
+                return method(pipe, *args, **options)
+            except BaseException:
+                pipe.comparison.is_due = pipe.session.is_distributed
                 raise
-            pipe.session.refuse_repair(f"it was in {method.__name__}")
-            raise lost_peer(pipe.session.rank, problem) from None
 
     return cast(F, called)
-
-
-def lost_peer(rank: int, problem: Exception) -> CommunicationError:
-    """The error of a rank that lost another one."""
-    return CommunicationError(f"rank {rank} lost a dead or unreachable peer: {problem}")
 
 
 def different_calls(called: Mapping[int, str]) -> str:
@@ -86,19 +75,3 @@ def _said(name: str, ranks: Sequence[int]) -> str:
     if name == LEAVE:
         return f"{ranks_in_words(ranks)} {'is' if one else 'are'} leaving the run"
     return f"{ranks_in_words(ranks)} {'waits' if one else 'wait'} in {name}, which all ranks must call"
-
-
-def meet_in_call(rank: int, here: Position) -> dict[int, Position]:
-    """Leaves the position of a rank that waits in a roll call in the store of the run, for all its machines.
-
-    Of a rank that does not wait in one: returns the last position that was left so in the next roll call.
-    """
-    store = _get_default_store()
-    if here.call:
-        store.set(f"pipefit/call/{here.calls}", json.dumps([rank, *here]))
-        return {}
-    key = f"pipefit/call/{here.calls + 1}"
-    if not store.check([key]):
-        return {}
-    other, *there = json.loads(store.get(key))
-    return {other: Position(*there)}

@@ -45,6 +45,7 @@ CALLS = (
     "Pipeline.evaluate()",
     "Pipeline.generate()",
     "Pipeline.state_dict()",
+    "Pipeline.load_state_dict()",
     "Pipeline.save()",
     "Pipeline.save_pretrained()",
     "Pipeline.load()",

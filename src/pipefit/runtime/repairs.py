@@ -26,11 +26,10 @@ from torch import Tensor
 
 from pipefit.errors import CommunicationError, PipefitError, is_lost_peer
 from pipefit.parallel import waiting
-from pipefit.runtime.aborting import abort_groups
 from pipefit.runtime.joining import DOOR, READY, Door
-from pipefit.runtime.meeting import QuickStore
+from pipefit.runtime.notes import end_waits
 from pipefit.runtime.progress import MEETING, Progress
-from pipefit.runtime.sockets import open_sockets, shut_down
+from pipefit.runtime.sockets import open_sockets
 from pipefit.stage.accelerator import default_kind
 
 T = TypeVar("T")
@@ -210,16 +209,8 @@ class Repairs:
             self.refuse("it was making process groups")
 
     def end_waits(self) -> None:
-        """Ends the waits of this process for others, in every thread; its process groups are of no use any more.
-
-        A group that is being made cannot be aborted.
-        """
-        if QuickStore.newest is not None:
-            QuickStore.newest.has_ended = True
-        shut_down(self._before)
-        waiting.leave()
-        if default_kind() != "cpu" and self._progress.position.index != MEETING:
-            abort_groups()
+        """Ends the waits of this process for others, in every thread."""
+        end_waits(self._before, self._progress)
 
     def check_none_is_lost(self) -> None:
         """Comes before a sum that is a commit: what a GPU receives after a loss is of no use, and raises no error.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
-import json
 import os
 import shutil
 import struct
@@ -19,17 +17,17 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
-from pipefit.errors import DisagreementError, PipefitError, is_lost_peer, kind_of
+from pipefit.errors import CommunicationError, DisagreementError, PipefitError, is_lost_peer, kind_of
 from pipefit.ir.program import Program
 from pipefit.parallel.threads import let_go
 from pipefit.parallel.waiting import finish
 from pipefit.runtime import repairs
 from pipefit.runtime.background import Background
-from pipefit.runtime.calls import different_calls, lost_peer
+from pipefit.runtime.calls import different_calls
 from pipefit.runtime.joining import Door, Entry
 from pipefit.runtime.meeting import ENTERED, ENTERS, FULL, RESTART, TIMEOUT, Start, agent_folder, meet
+from pipefit.runtime.notes import Notes
 from pipefit.runtime.progress import (
     CALLS,
     JOINING,
@@ -72,6 +70,7 @@ class Session:
         group: the process group of small collectives; None: the default one.
         calls: the process group of roll calls, see `pipefit.runtime.calls`; weak, so that `leave` ends its threads.
         background: the checkpoint that is being written while the training goes on.
+        notes: about ranks that others wait for in vain.
         is_rehearsal: the other ranks are not there, and each is taken to send what this one does; see `rehearsing`.
         repairs: of the run, in place; None: there are none.
         is_outside: this process was started again, and the others train without it; see `pipefit.runtime.joining`.
@@ -95,7 +94,7 @@ class Session:
     is_rehearsal: bool = False
     repairs: Repairs | None = None
     is_outside: bool = False
-    _shared: Iterator[int] = field(default_factory=itertools.count)
+    notes: Notes = field(default_factory=lambda: Notes(Progress()))
 
     @property
     def is_distributed(self) -> bool:
@@ -132,6 +131,7 @@ class Session:
             DisagreementError: on every rank with the same message: two call different methods.
             PipefitError: the others are not there.
         """
+        self.notes.check()
         if self.is_outside and name not in _OUTSIDE:
             raise PipefitError(f"it came to {name} before the first fit, without the others")
         if self.repairs is None:
@@ -249,35 +249,33 @@ class Session:
                 self.background.settle(self.progress)
 
     @contextlib.contextmanager
-    def sharing_errors(self) -> Iterator[None]:
-        """The context of a training: an error of one rank, which the others notice as a lost peer, is raised by all.
+    def sharing_errors(self, place: Callable[[], str]) -> Iterator[None]:
+        """The context of a call of all ranks: an error of one rank is raised by the others that wait for it.
 
-        Every rank must enter it equally often.
+        Args:
+            place: returns the name of the call.
 
         Raises:
             PipefitError: of this rank, or of another one.
-            CommunicationError: another rank died or cannot be reached.
+            CommunicationError: another rank failed, died or cannot be reached.
         """
-        key = f"pipefit/error/{next(self._shared)}"
+        self.notes.check()
         try:
             yield
-        except PipefitError as problem:
-            if self.is_distributed:
-                with contextlib.suppress(RuntimeError):
-                    _get_default_store().set(key, json.dumps([type(problem).__name__, str(problem)]))
-            raise
-        except RuntimeError as problem:
-            kind, text = "", ""
-            with contextlib.suppress(RuntimeError, ValueError):
-                store = _get_default_store()
-                if store.check([key]):
-                    kind, text = json.loads(store.get(key))
-            if kind:
-                raise kind_of(kind)(text) from None
-            if is_lost_peer(problem):
-                self.refuse_repair("it was in an exchange between two steps")
-                raise lost_peer(self.rank, problem) from None
-            raise
+        except BaseException as problem:
+            if not self.is_distributed:
+                raise
+            if not is_lost_peer(problem):
+                self.notes.failed(f"rank {self.rank} failed in {place()}", problem)
+                raise
+            note = self.notes.found
+            if note is not None:
+                self.notes.last = note
+                raise kind_of(note.kind)(note.text) from None
+            if isinstance(problem, CommunicationError):
+                raise
+            self.refuse_repair(f"it was in {place()}")
+            raise CommunicationError(f"rank {self.rank} lost a dead or unreachable peer: {problem}") from None
 
 
 _PROCESS = "PIPEFIT_PROCESS"
@@ -381,11 +379,12 @@ def join() -> Session:
     else:
         own_repairs = None
     give_streams_queues()
+    session = Session(rank, num_ranks, folder, progress, stop=stop, repairs=own_repairs, notes=Notes(progress))
     if enters:
         start = Start(int(os.environ[RESTART]), int(os.environ[FULL]))
         _take_fake_group(rank, num_ranks)
-        return Session(rank, num_ranks, folder, progress, stop=stop, start=start, repairs=own_repairs, is_outside=True)
-    session = _joined(Session(rank, num_ranks, folder, progress, stop=stop, repairs=own_repairs), shared)
+        return replace(session, start=start, is_outside=True)
+    session = _joined(session, shared)
     if shared is not None and folder is None and os.environ.get("LOCAL_RANK") == "0":
         session.after_leaving.append(lambda: None if stop.requested else shutil.rmtree(shared, ignore_errors=True))
     return session
@@ -398,10 +397,8 @@ def _joined(session: Session, shared: Path | None) -> Session:
     watchdog = None
     if num_ranks > 1:
         deadline = deadline_from_environment()
-        places = session.folder, shared
-        watchdog = Watchdog(
-            rank, num_ranks, session.progress, *places, deadline, session.repairs, before=session.watchdog
-        )
+        own = session.progress, session.folder, shared, session.notes
+        watchdog = Watchdog(rank, num_ranks, *own, deadline, session.repairs, before=session.watchdog)
     session.progress.at(JOINING)
     start = meet(rank, num_ranks, session.folder)
     calls = None
@@ -463,6 +460,7 @@ def leave() -> None:
         return
     try:
         if dist.is_initialized():
+            _session.notes.check()
             _session.settle()
             with _session.at(LEAVING):
                 for finish in _session.before_leaving:

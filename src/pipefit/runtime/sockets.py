@@ -37,8 +37,8 @@ def shut_down(except_for: set[int]) -> None:
 
 
 def _handles() -> Iterator[tuple[int, int]]:
-    """The file descriptor and the inode of each socket of this process."""
-    for path in Path("/proc/self/fd").iterdir():
+    """The file descriptor and the inode of each socket of this process; nothing where the kernel is not Linux."""
+    for path in Path("/proc/self/fd").glob("*"):
         handle = int(path.name)
         with contextlib.suppress(OSError):
             found = os.fstat(handle)

@@ -8,7 +8,6 @@ from pathlib import Path
 from pipefit.ir.graph import dependency_graph
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
-from pipefit.runtime.calls import ORDER, different_calls
 from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.progress import (
     CALLS,
@@ -216,26 +215,6 @@ def _verdict(culprit: int, place: str, position: Position, state: str) -> str:
     if position.index == OUTSIDE:
         return f"rank {culprit} has been outside the program too long: {place}"
     return f"rank {culprit} does not continue, though it waits for no other rank: {place}"
-
-
-def missed_call(rank: int, program: Program | None, here: Position, waiting: Mapping[int, Position]) -> str:
-    """The message about a rank in a pass in which another one will never be; "": there is none.
-
-    The other one waits for all in a method that this rank has not called, and has not begun the pass. `step` has no
-    roll call but the first, so only positions show it.
-
-    Args:
-        rank: in the pass.
-        program: that it runs.
-        here: its position.
-        waiting: positions of ranks that wait in the next roll call of this rank.
-    """
-    called = {other: CALLS[position.call] for other, position in waiting.items() if position.passes < here.passes}
-    if not called or (here.index < 0 and here.index != LOSS):
-        return ""
-    return different_calls(called).replace(
-        ORDER, f"; rank {rank} trains or evaluates, {where(program, rank, here)}{ORDER}"
-    )
 
 
 def hang_report(

@@ -21,11 +21,11 @@ from pathlib import Path
 
 from pipefit.errors import PipefitError
 from pipefit.ir.program import Program
-from pipefit.runtime.calls import meet_in_call
+from pipefit.runtime.notes import Notes
 from pipefit.runtime.progress import JOINING, OUTSIDE, Position, Progress, positions_of
 from pipefit.runtime.repairs import Repairs
 from pipefit.runtime.signals import STACK_SIGNAL, stack_file
-from pipefit.runtime.waits import cause_of, hang_report, missed_call, patience
+from pipefit.runtime.waits import cause_of, hang_report, patience, where
 from pipefit.spec.files import write_atomically
 
 HANG_EXIT = 75
@@ -68,6 +68,7 @@ class Watchdog:
         progress: the progress of this rank.
         folder: the folder of a run that pipefit has started, for the page; else None.
         shared: folder of the positions of the ranks on this machine; None: unknown.
+        notes: of this rank.
         floor_s: smallest deadline; 0: no deadline.
         repairs: of the run: the rank that causes a hang is lost, and the others go on; None: there are none.
         before: the one that watched this process before a repair, whose steps count; None: this is the first.
@@ -83,11 +84,13 @@ class Watchdog:
         progress: Progress,
         folder: Path | None,
         shared: Path | None,
+        notes: Notes,
         floor_s: float | None = None,
         repairs: Repairs | None = None,
         before: Watchdog | None = None,
     ) -> None:
         self._repairs = repairs
+        self._notes = notes
         self._faults = 0
         if repairs is not None:
             self._faults = repairs.faults
@@ -162,16 +165,14 @@ class Watchdog:
                     self._end(page)
 
     def _compare_calls(self) -> None:
-        """Publishes the call in which this rank waits; ends a rank in a pass that others, in a call, never begin."""
+        """Leaves a note about the call in which this rank waits, and ends its waits for ranks that never come."""
         seen = self._progress.position
         while not self._stop.wait(_MISSED_S):
             before, seen = seen, self._progress.position
             if seen != before:
                 continue
-            with contextlib.suppress(RuntimeError, ValueError):  # there is no store yet, or no more
-                waiting = meet_in_call(self._rank, seen)
-                if missed := missed_call(self._rank, self._program, seen, waiting):
-                    self._end(f"{missed}\n")
+            place = where(self._program, self._rank, seen)
+            self._notes.look(self._rank, seen, place, self._end)
 
     def _positions(self, own: Position) -> dict[int, Position]:
         """The positions that are known on this machine."""
