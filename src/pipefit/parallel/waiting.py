@@ -8,9 +8,10 @@ waits for messages in place of the one that needs them, and a wait that outlasts
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from pipefit.errors import CommunicationError
@@ -20,7 +21,7 @@ _Answer = SimpleQueue[Exception | None]
 can_leave = False
 """Whether waits are made in other threads: where the run can be repaired, and messages go through Gloo."""
 
-_free: list[SimpleQueue[Any]] = []
+_free: SimpleQueue[SimpleQueue[Any]] = SimpleQueue()
 """The requests of threads that have nothing to wait for."""
 
 _lasting: set[_Answer] = set()
@@ -39,14 +40,10 @@ def finish(*works: Any) -> None:
         RuntimeError: one has failed.
         LeftError: another rank is lost, and the wait has no end.
     """
-    if not can_leave:
-        problem = _wait_for(works)
-    elif _free:
-        problem = _answer_of(_free.pop(), works)
+    if can_leave:
+        problem = _answer_of(_requests(), works)
     else:
-        requests: SimpleQueue[Any] = SimpleQueue()
-        threading.Thread(target=_serve, args=[requests], name="pipefit-waits", daemon=True).start()
-        problem = _answer_of(requests, works)
+        problem = _wait_for(works)
     if problem is not None:
         raise problem
 
@@ -67,6 +64,15 @@ def leave() -> None:
     _seen.update(lasting)
 
 
+def _requests() -> SimpleQueue[Any]:
+    """The requests of a thread that waits; of a new one, where none is free."""
+    with contextlib.suppress(Empty):
+        return _free.get_nowait()
+    requests: SimpleQueue[Any] = SimpleQueue()
+    threading.Thread(target=_serve, args=[requests], name="pipefit-waits", daemon=True).start()
+    return requests
+
+
 def _answer_of(requests: SimpleQueue[Any], works: Sequence[Any]) -> Exception | None:
     """Lets a thread wait; returns the problem. A thread whose wait was left is not asked again."""
     answer: _Answer = SimpleQueue()
@@ -75,7 +81,7 @@ def _answer_of(requests: SimpleQueue[Any], works: Sequence[Any]) -> Exception | 
     problem = answer.get()
     _lasting.discard(answer)
     if not isinstance(problem, LeftError):
-        _free.append(requests)
+        _free.put(requests)
     return problem
 
 
