@@ -190,7 +190,7 @@ def test_an_example_shows_that_a_loss_is_not_the_mean_of_its_parts(
     loss: Loss, updates: pf.Updates, warns: bool, batch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     piped(flat(Layer), loss, stages=1, example=batch, updates=updates)
-    assert ("the mean of its halves, by their weights, is" in caplog.text) == warns
+    assert ("the mean of its parts, by their weights, is" in caplog.text) == warns
 
 
 CLASSES = torch.tensor([[0, -1, -1], [2, 1, -1], [-1, -1, -1], [1, 1, 2], [-1, -1, -1], [-1, 0, -1]])

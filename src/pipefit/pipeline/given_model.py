@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pipefit.cutting import as_layers, refuse_aside
+from pipefit.cutting import FirstLoss, as_layers, refuse_aside
 from pipefit.errors import ModelError
 from pipefit.parallel import Mesh
 from pipefit.profiling.workload import Workload
@@ -108,8 +108,11 @@ class GivenModel:
         """The settings that each rank of a mesh trains with."""
         work = self.work
         updates = self.updates
+        loss = mesh.loss(work.loss)
+        if work.example is None and self.weigh is None and mesh.region is None:
+            loss = FirstLoss(loss, [layer.module for layer in work.layers])
         return Training(
-            mesh.loss(work.loss),
+            loss,
             work.optimizer,
             updates.scheduler,
             updates.clip_norm or None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,12 +17,29 @@ from pipefit.runtime import reducing, spill_handlers
 from pipefit.runtime.executor import Execution, Handlers
 from pipefit.runtime.finite import is_taken
 from pipefit.runtime.forwarding import on_device, run_stage, shape_of
-from pipefit.runtime.halves import Saved, WeightRun, accumulate_backward, input_half, run_backward, weight_half
+from pipefit.runtime.halves import (
+    Saved,
+    WeightRun,
+    accumulate_backward,
+    input_half,
+    refuse_other_weights,
+    run_backward,
+    weight_half,
+)
 from pipefit.runtime.transport import Message
 from pipefit.runtime.updating import count_batchnorms, reduce_norm, update_of
 from pipefit.stage.payload import flatten_any
 from pipefit.stage.precision import in_float32, narrowed
 from pipefit.stage.training import checked_loss
+
+
+_log = logging.getLogger("pipefit.runtime")
+
+_UNREACHED = (
+    "stage %d gives no gradient to the stages before it, as after detach(): the gradients of their weights are zeros, "
+    "by which weight decay and momentum still change them, while plain torch has none and leaves them as they are; "
+    "freeze them: requires_grad_(False)"
+)
 
 
 def _load(run: Execution, i: Instruction) -> None:
@@ -67,6 +85,10 @@ def _loss(run: Execution, i: Instruction) -> None:
     output = act.payload(in_float32(leaves, worker.training.half))
     loss, metrics = checked_loss(compute(output, target))
     share = run.feed[i.mb].share
+    signature = run.feed[i.mb].signature
+    if loss.grad_fn is not None and signature not in worker.checked_losses:
+        refuse_other_weights(loss.grad_fn, needed)
+        worker.checked_losses.add(signature)
     if share == 0:
         # It counts for nothing, even where the mean over its labels is 0/0.
         loss = torch.zeros_like(loss)
@@ -120,6 +142,9 @@ def _whole(grads: Sequence[Tensor | None], leaves: Sequence[Any]) -> Message:
 
 def _crossing(run: Execution, i: Instruction, grads: Sequence[Tensor | None], leaves: Sequence[Any]) -> Message:
     """The gradients of a stage's inputs, in the type in which these came."""
+    if leaves and not any(grad is not None for grad in grads) and i.stage not in run.worker.unreached:
+        run.worker.unreached.add(i.stage)
+        _log.warning(_UNREACHED, i.stage)
     message = _whole(grads, leaves)
     flags = [True] * len(message.leaves)
     return Message(narrowed(message.leaves, flags, run.worker.stages[i.stage].half))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from pipefit.errors import ModelError
 from pipefit.parallel.buckets import GradientBuckets
 from pipefit.parallel.mesh import Mesh
 from pipefit.parallel.sharded_weights import ShardedStore
@@ -21,6 +22,7 @@ from pipefit.parallel.weights import Store, WeightStore
 from pipefit.spec.plan import Shard
 from pipefit.spill.rank import Spilling
 from pipefit.stage.compiler import compiled_forwards
+from pipefit.stage.copied import CopiedLayers
 from pipefit.stage.optimizing import optimizer_of, scheduler_of
 from pipefit.stage.payload import Structure
 from pipefit.stage.precision import LossScale
@@ -65,6 +67,10 @@ class Worker:
         structures: of each output of a stage, from the first micro-batch of each shape.
         flags: for each output of a stage, whether it needs a gradient, from the first micro-batch of each shape.
         overwritten: whether a stage changes its input in place, from the first micro-batch of each shape.
+        frozen: parameters that no optimizer has, by name.
+        copied: its layers that are copies of the user's own; None: there are none.
+        unreached: stages that gave no gradient to the one before them.
+        checked_losses: the shapes of which the first loss was found to train nothing but the model.
     """
 
     rank: int
@@ -83,6 +89,10 @@ class Worker:
     structures: dict[tuple[int, str], Structure] = field(default_factory=dict)
     flags: dict[tuple[int, str], Sequence[bool]] = field(default_factory=dict)
     overwritten: dict[tuple[int, str], bool] = field(default_factory=dict)
+    frozen: dict[str, nn.Parameter] = field(default_factory=dict)
+    copied: CopiedLayers | None = None
+    unreached: set[int] = field(default_factory=set)
+    checked_losses: set[str] = field(default_factory=set)
     _idle: dict[int, list[tuple[nn.Parameter, Tensor]]] = field(default_factory=dict)
 
     @classmethod
@@ -135,6 +145,8 @@ class Worker:
             owned: list[Owned] = []
             worker.owned[index] = owned
             for name, parameter in stage.named_parameters():
+                if not parameter.requires_grad:
+                    worker.frozen[name] = parameter
                 # A weight that two stages of the rank share is trained by the first.
                 if parameter.requires_grad and id(parameter) not in seen:
                     seen.add(id(parameter))
@@ -184,6 +196,23 @@ class Worker:
     def process(self) -> int:
         """The number of this process in a run of one process for each part of each rank."""
         return self.rank * self.mesh.tensor + self.mesh.index
+
+    def take_changes(self) -> None:
+        """Takes what the user has changed in weights since the last program.
+
+        Raises:
+            ModelError: a weight that was frozen is to be trained, or one has another shape or type.
+        """
+        for name, parameter in self.frozen.items():
+            if parameter.requires_grad:
+                raise ModelError(
+                    f"{name} was frozen when the Pipeline was made, so no optimizer has it, but it needs a gradient "
+                    "now: make another Pipeline after requires_grad_(True)"
+                )
+        for store in self.stores.values():
+            store.take_changes()
+        if self.copied is not None:
+            self.copied.follow()
 
     def forget_halves(self) -> None:
         """Forgets the half copies of all weights, before some of them change: stages may share one."""

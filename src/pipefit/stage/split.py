@@ -62,6 +62,8 @@ def is_sequence(module: nn.Module) -> bool:
         return isinstance(module, nn.ModuleList)
     if type(module).forward is not nn.Sequential.forward or "forward" in module.__dict__:
         return False
+    if type(module).__call__ is not nn.Module.__call__:
+        return False
     return not module._forward_hooks and not module._forward_pre_hooks
 
 
@@ -110,6 +112,21 @@ def named_layers(model: Any) -> list[NamedLayer]:
     return [NamedLayer(index, prefix, module) for index, (prefix, module) in enumerate(named)]
 
 
+def check_layers(model: Any, layers: Sequence[NamedLayer]) -> None:
+    """Checks that a sequence still has the layers of which a pipeline was made.
+
+    Raises:
+        ModelError: it has others, or a forward or hooks of its own.
+    """
+    if hasattr(layers[0].module, "through"):
+        return  # the model was cut, and its own forward runs
+    if [layer.module for layer in named_layers(model)] != [layer.module for layer in layers]:
+        raise ModelError(
+            "the model has other layers than when the Pipeline was made, which would not be used: make another Pipeline "
+            "after a layer is added, removed or replaced"
+        )
+
+
 def modules_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The user's modules in a layer, by their paths: a part of a model that was cut holds one of them, or some."""
     yield from getattr(module, "holder", module).named_modules(prefix=prefix)
@@ -145,7 +162,8 @@ def split(
 
     Returns:
         For each rank, its stages' layers. The first rank to hold a stage gets the user's own modules, others copies;
-        weights tied inside one rank stay one parameter.
+        a rank that shares weights with another gets copies of its modules, with copies of these weights only. Weights
+        tied inside one rank stay one parameter.
 
     Raises:
         ModelError: the partition is for another number of layers.
@@ -157,12 +175,14 @@ def split(
     for stages in held:
         mine = {stage: [layers[index] for index in partition.stages[stage].layers] for stage in stages}
         every = [layer for own in mine.values() for layer in own]
-        parameters = set(map(id, joined(every).parameters()))
-        if given & set(stages) or owned & parameters:
+        module = joined(every)
+        tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+        if given & set(stages) or owned & tensors.keys():
             # One copy for all stages of the rank, so that ties within the rank survive.
-            mine = copy.deepcopy(mine)
+            kept = {key: tensor for key, tensor in tensors.items() if key not in owned}
+            mine = copy.deepcopy(mine, kept)
         given |= set(stages)
-        owned |= parameters
+        owned |= tensors.keys()
         result.append(mine)
     return result
 
