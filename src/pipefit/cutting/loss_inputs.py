@@ -68,8 +68,9 @@ def refuse_aside(model: Any, loss: Callable[[Any, Any], Any], example: tuple[Any
                     _run(model, both.model, other)
                 seed(0)
                 losses.append(pytree.tree_leaves(both.loss(output, own_copy(example[1]))))
-        if current().rank == 0:
-            _warn_of_no_mean("example", both, (output, example[1]), weigh)
+        warning = _no_mean("example", both, (output, example[1]), weigh)
+        if warning and current().rank == 0:
+            _log.warning("%s", warning)
     if len(losses) == 2 and worst_difference(*losses) is not None:
         raise ModelError(
             "the loss reads a value that the forward leaves elsewhere than in its output, such as an attribute of a "
@@ -100,12 +101,14 @@ class FirstLoss:
             self._is_checked = True
             with contextlib.suppress(Exception), kept_outside(self._both), torch.no_grad():
                 few = cut((output, target), max(largest_part(output, 1) // _FEW, 1))[0]
-                _warn_of_no_mean("first samples", self._both, few, None)
+                warning = _no_mean("first samples", self._both, few, None)
+                if warning:
+                    current().warnings.append(warning)
         return self.loss(output, target)
 
 
-def _warn_of_no_mean(what: str, both: Any, batch: tuple[Any, Any], weigh: Weigh | None) -> None:
-    """Warns where the loss of a batch, (output, target), is not the mean of those of its parts.
+def _no_mean(what: str, both: Any, batch: tuple[Any, Any], weigh: Weigh | None) -> str:
+    """The warning that the loss of a batch, (output, target), is not the mean of those of its parts; empty: it is.
 
     An untrained model gives all samples nearly the same loss, so other outputs are tried, too.
     """
@@ -123,8 +126,8 @@ def _warn_of_no_mean(what: str, both: Any, batch: tuple[Any, Any], weigh: Weigh 
         for part in feed_of(own_copy((output, batch[1])), parts, 0, "train", weigh):
             mean += part.share * loss_of((part.input, part.target))
         if abs(whole - mean) > 1e-3 * abs(whole):
-            _log.warning(_NO_MEAN, name, whole, mean)
-            return
+            return _NO_MEAN % (name, whole, mean)
+    return ""
 
 
 def _other(output: Any) -> Any:

@@ -48,7 +48,6 @@ from pipefit.spec.options import Parallelism, Precision, Request, Spilled, Updat
 from pipefit.stage.compiler import compile_seconds
 from pipefit.stage.materialise import give_back
 from pipefit.stage.precision import LossScale
-from pipefit.stage.split import check_layers
 from pipefit.stage.training import Loss
 from pipefit.timeline import Timeline
 
@@ -132,7 +131,7 @@ class Pipeline:
         self.engine = assemble(programs.shortest(), agreed, given, mesh, self.training, session, spill)
         self._position = LoaderPosition(updates.seed)
         self.state = RunState(self._position)
-        self.loop = TrainingLoop(self.engine, given.weigh, self._after_updates, self.state)
+        self.loop = TrainingLoop(self.engine, given, self._after_updates, self.state)
         self.comparison = DataComparison(session, self.state)
         self.recovery: Recovery | None = None
         self.follow(agreed, programs, session)
@@ -247,7 +246,6 @@ class Pipeline:
                 f"{self.schedule.name} is asynchronous: its updates overlap, so there is no single step to run; use "
                 "fit(batches), which drains at its end"
             )
-        check_layers(self.model, self.layers)
         self.comparison.batch((x, y))
         pending = self.loop.start_step(x, y).losses
         loss = pending.wait()[0]
@@ -290,7 +288,6 @@ class Pipeline:
             NonFiniteLossError: a loss or a gradient is not finite; see `Updates.nonfinite`.
         """
         check_fit(steps, held_out, evaluate_every)
-        check_layers(self.model, self.layers)
         if self.session.stop.agreed:
             raise SystemExit(128 + signal.SIGTERM)
         asked = Fit([], False, batches, steps, callbacks)

@@ -92,8 +92,8 @@ def _as_agreed(i: Instruction, outputs: list[Tensor], flags: Sequence[bool], nee
         if flag and not comes:
             raise ModelError(
                 f"an output of stage {i.stage} needs a gradient for micro-batch {i.mb}, but did not for an earlier one "
-                "of the same shape: this must not depend on the data, and weights that were frozen in the first step of "
-                "a Pipeline need another Pipeline to train"
+                "of the same shape: this must not depend on the data, and weights that were frozen in the first step "
+                "of a Pipeline need another Pipeline to train"
             )
         if comes and not flag:
             leaf = leaf.detach().requires_grad_()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -26,18 +25,16 @@ from pipefit.runtime.halves import (
     run_backward,
     weight_half,
 )
+from pipefit.runtime.session import current
 from pipefit.runtime.transport import Message
 from pipefit.runtime.updating import count_batchnorms, reduce_norm, update_of
 from pipefit.stage.payload import flatten_any
 from pipefit.stage.precision import in_float32, narrowed
 from pipefit.stage.training import checked_loss
 
-
-_log = logging.getLogger("pipefit.runtime")
-
 _UNREACHED = (
-    "stage %d gives no gradient to the stages before it, as after detach(): the gradients of their weights are zeros, "
-    "by which weight decay and momentum still change them, while plain torch has none and leaves them as they are; "
+    "gives no gradient to the stages before it, as after detach(): the gradients of their weights are zeros, by which "
+    "weight decay and momentum still change them, while plain torch has none and leaves them as they are; "
     "freeze them: requires_grad_(False)"
 )
 
@@ -144,7 +141,7 @@ def _crossing(run: Execution, i: Instruction, grads: Sequence[Tensor | None], le
     """The gradients of a stage's inputs, in the type in which these came."""
     if leaves and not any(grad is not None for grad in grads) and i.stage not in run.worker.unreached:
         run.worker.unreached.add(i.stage)
-        _log.warning(_UNREACHED, i.stage)
+        current().warnings.append(f"stage {i.stage} {_UNREACHED}")
     message = _whole(grads, leaves)
     flags = [True] * len(message.leaves)
     return Message(narrowed(message.leaves, flags, run.worker.stages[i.stage].half))

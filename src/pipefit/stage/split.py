@@ -112,21 +112,6 @@ def named_layers(model: Any) -> list[NamedLayer]:
     return [NamedLayer(index, prefix, module) for index, (prefix, module) in enumerate(named)]
 
 
-def check_layers(model: Any, layers: Sequence[NamedLayer]) -> None:
-    """Checks that a sequence still has the layers of which a pipeline was made.
-
-    Raises:
-        ModelError: it has others, or a forward or hooks of its own.
-    """
-    if hasattr(layers[0].module, "through"):
-        return  # the model was cut, and its own forward runs
-    if [layer.module for layer in named_layers(model)] != [layer.module for layer in layers]:
-        raise ModelError(
-            "the model has other layers than when the Pipeline was made, which would not be used: make another Pipeline "
-            "after a layer is added, removed or replaced"
-        )
-
-
 def modules_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The user's modules in a layer, by their paths: a part of a model that was cut holds one of them, or some."""
     yield from getattr(module, "holder", module).named_modules(prefix=prefix)
