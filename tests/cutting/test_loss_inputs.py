@@ -230,7 +230,7 @@ def test_halves_with_the_same_classes_hide_nothing(caplog: pytest.LogCaptureFixt
         return nn.functional.cross_entropy(output, y, weight=weights)
 
     piped(flat(Layer), loss, stages=1, example=(x, classes))
-    assert "the example, with other outputs, is" in caplog.text
+    assert "the mean of its parts, by their weights, is" in caplog.text
 
 
 CLASSES = torch.tensor([[0, -1, -1], [2, 1, -1], [-1, -1, -1], [1, 1, 2], [-1, -1, -1], [-1, 0, -1]])

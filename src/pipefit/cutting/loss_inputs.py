@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,18 +20,13 @@ from pipefit.cutting.differences import worst_difference
 from pipefit.cutting.proof import seed
 from pipefit.cutting.states import States, kept_outside, own_copy
 from pipefit.errors import ModelError
-from pipefit.runtime.microbatches import Weigh, cut, feed_of, largest_part
+from pipefit.runtime.microbatches import Weigh, feed_of, largest_part
 from pipefit.runtime.session import current
 
 _log = logging.getLogger("pipefit.cut")
 
-_FACTOR = 20
-"""One more than the largest factor of an output that is tried in addition."""
-_FEW = 4
-"""The fewest samples of the first micro-batch, if it has so many, that are compared with their parts."""
-
 _NO_MEAN = (
-    "the loss of the %s is %.6g, but the mean of its parts, by their weights, is %.6g; several micro-batches "
+    "the loss of some outputs is %.6g, but the mean of its parts, by their weights, is %.6g; several micro-batches "
     "train by their mean: return a mean over samples, or give Updates(weigh=…), from a micro-batch's target to its "
     "weight, such as the number of tokens that count"
 )
@@ -40,7 +35,7 @@ _NO_MEAN = (
 def refuse_aside(model: Any, loss: Callable[[Any, Any], Any], example: tuple[Any, Any], weigh: Weigh | None) -> None:
     """Refuses a loss that reads what the model's forward leaves elsewhere than in its output.
 
-    It warns where the loss of the example is not the mean loss of its parts.
+    It warns where the loss is not the mean loss of the parts of a batch.
 
     Args:
         model: a `Cut`, or a sequence of layers; with all weights.
@@ -68,9 +63,8 @@ def refuse_aside(model: Any, loss: Callable[[Any, Any], Any], example: tuple[Any
                     _run(model, both.model, other)
                 seed(0)
                 losses.append(pytree.tree_leaves(both.loss(output, own_copy(example[1]))))
-        warning = _no_mean("example", both, (output, example[1]), weigh)
-        if warning and current().rank == 0:
-            _log.warning("%s", warning)
+        if current().rank == 0:
+            _warn_of_no_mean(both, (output, example[1]), weigh)
     if len(losses) == 2 and worst_difference(*losses) is not None:
         raise ModelError(
             "the loss reads a value that the forward leaves elsewhere than in its output, such as an attribute of a "
@@ -84,58 +78,54 @@ class FirstLoss:
 
     Args:
         loss: of an output and a target.
-        model: a sequence of layers, which the loss may hold.
+        layers: which the loss may hold.
     """
 
-    def __init__(self, loss: Callable[[Any, Any], Any], model: Sequence[nn.Module]) -> None:
-        both: Any = nn.Module()
-        both.model = nn.ModuleList(model)
-        both.loss = loss
-        self._both = both
-        self.loss = loss
+    def __init__(self, loss: Callable[[Any, Any], Any], layers: nn.Module) -> None:
+        self._loss = loss
+        self._layers = layers
         self._is_checked = False
 
     def __call__(self, output: Any, target: Any) -> Any:
         """The loss."""
         if not self._is_checked:
             self._is_checked = True
-            with contextlib.suppress(Exception), kept_outside(self._both), torch.no_grad():
-                few = cut((output, target), max(largest_part(output, 1) // _FEW, 1))[0]
-                warning = _no_mean("first samples", self._both, few, None)
-                if warning:
-                    current().warnings.append(warning)
-        return self.loss(output, target)
+            both: Any = nn.Module()
+            both.loss = self._loss
+            both.model = self._layers
+            with contextlib.suppress(Exception), kept_outside(both), torch.no_grad():
+                _warn_of_no_mean(both, (output, target), None)
+        return self._loss(output, target)
 
 
-def _no_mean(what: str, both: Any, batch: tuple[Any, Any], weigh: Weigh | None) -> str:
-    """The warning that the loss of a batch, (output, target), is not the mean of those of its parts; empty: it is.
+def _warn_of_no_mean(both: Any, batch: tuple[Any, Any], weigh: Weigh | None) -> None:
+    """Warns where the loss of a batch, (output, target), is not the mean of those of its parts.
 
-    An untrained model gives all samples nearly the same loss, so other outputs are tried, too.
+    An untrained model gives all samples nearly the same loss, so outputs are changed.
     """
+    seed(0)
+    output = pytree.tree_map_only(Tensor, _changed, batch[0])
+    most = min(largest_part(output, 1), 3)
+    (whole,) = feed_of((output, own_copy(batch[1])), 1, 0, "train", weigh)
     states = States(both)
-
-    def loss_of(part: tuple[Any, Any]) -> float:
+    found = []
+    for part in (whole, *feed_of((output, own_copy(batch[1])), most, 0, "train", weigh)):
         with states.used(states.fresh()):
             seed(0)
-            return float(pytree.tree_leaves(both.loss(*part))[0])
-
-    most = min(largest_part(batch[0], 1), 3)
-    for name, output, parts in ((what, batch[0], 2), (f"{what}, with other outputs,", _other(batch[0]), most)):
-        whole = loss_of(own_copy((output, batch[1])))
-        mean = 0.0
-        for part in feed_of(own_copy((output, batch[1])), parts, 0, "train", weigh):
-            mean += part.share * loss_of((part.input, part.target))
-        if abs(whole - mean) > 1e-3 * abs(whole):
-            return _NO_MEAN % (name, whole, mean)
-    return ""
+            found.append(part.share * float(pytree.tree_leaves(both.loss(part.input, part.target))[0]))
+    mean = sum(found[1:])
+    if abs(found[0] - mean) > 1e-3 * abs(found[0]):
+        _log.warning(_NO_MEAN, found[0], mean)
 
 
-def _other(output: Any) -> Any:
-    """An output of other values, by a random factor each."""
-    seed(0)
-    return pytree.tree_map_only(
-        Tensor, lambda leaf: leaf * torch.randint(1, _FACTOR, leaf.shape, device=leaf.device), output
-    )
+def _changed(leaf: Tensor) -> Tensor:
+    """An output with a random factor for each number; probabilities stay between 0 and 1."""
+    if not leaf.is_floating_point():
+        return leaf
+    factor = 20
+    if leaf.amin() >= 0:
+        factor = 1
+    return leaf * torch.rand_like(leaf).mul_(factor)
 
 
 def _run(model: Any, whole: nn.Module, batch: Any) -> Any:

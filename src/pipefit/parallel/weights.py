@@ -9,7 +9,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from pipefit.errors import ModelError
@@ -190,7 +189,6 @@ class WeightStore(Store):
                     )
                 data.copy_(parameter)
                 parameter.data = data
-                increment_version(parameter)  # copies of the parameter have to follow
 
     @torch.no_grad()
     def begin_step(self, version: int, in_place: bool) -> None:

@@ -29,7 +29,6 @@ from pipefit.spec.options import Spilled
 from pipefit.spill.rank import RankStages, Spilling, open_tier
 from pipefit.spill.tier_file import new_run
 from pipefit.stage.accelerator import forget_peak
-from pipefit.stage.copied import CopiedLayers
 from pipefit.stage.materialise import InitialiseLayer, forget_others, is_meta, materialise, stand_in
 from pipefit.stage.split import NamedLayer, split
 from pipefit.stage.ties import shared_parameters, tied_parameters
@@ -129,10 +128,7 @@ def assemble(
         fill = None
         if not session.is_rehearsal:
             fill = partial(materialise, seed=training.seed, device=device, own=initialise, whole=layers, made={})
-        worker = worker_of(rank, part, plan, ties, training, device, spilling, mesh, fill)
-        every = [layer for own in part.values() for layer in own]
-        worker.copied = CopiedLayers(every, layers)
-        workers.append(worker)
+        workers.append(worker_of(rank, part, plan, ties, training, device, spilling, mesh, fill))
     release_others(workers, plan, given, session)
     forget_peak(device)
     return Engine(workers, header.num_stages, session, device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
@@ -23,8 +22,6 @@ from pipefit.runtime.microbatches import Weigh, feed_of, pair_of
 from pipefit.runtime.progress import LOSS
 from pipefit.runtime.worker import evaluating
 from pipefit.schedules.forward import forward_only
-
-_log = logging.getLogger("pipefit.pipeline")
 
 _MORE = 6
 _END = Shapes(0, "no more batches", 0)
@@ -114,12 +111,8 @@ def _names(engine: Engine, runs: Sequence[Execution]) -> tuple[str, ...]:
     """
     own = {tuple(sorted(metrics)): mb for run in runs for mb, metrics in run.logged.items()}
     if engine.metric_names is None:
-        found = exchange(engine.session, [next(iter(own), None), engine.session.warnings])
-        engine.session.warnings.clear()
-        engine.metric_names = tuple(next((names for names, _ in found if names is not None), ()))
-        if engine.session.rank == 0:
-            for text in dict.fromkeys(chain.from_iterable(warnings for _, warnings in found)):
-                _log.warning("%s", text)
+        found = exchange(engine.session, next(iter(own), None))
+        engine.metric_names = tuple(next((names for names in found if names is not None), ()))
         if taken := sorted({one.name for one in fields(Record)}.intersection(engine.metric_names)):
             raise ModelError(f"the loss returned a metric named {taken[0]}, which records have already: rename it")
     for names, mb in own.items():

@@ -17,7 +17,6 @@ from pipefit.errors import DataError, ModelError, NonFiniteLossError, PipefitErr
 from pipefit.ir.program import Program
 from pipefit.pipeline.batches import BatchStream, size_of
 from pipefit.pipeline.callbacks import Callbacks, Record
-from pipefit.pipeline.given_model import GivenModel
 from pipefit.pipeline.losses import PendingLosses
 from pipefit.pipeline.nonfinite import finite, refusal
 from pipefit.pipeline.step_figures import HeldMemory, own_figures
@@ -26,7 +25,7 @@ from pipefit.runtime.engine import Engine
 from pipefit.runtime.executor import Execution
 from pipefit.runtime.finite import all_finite
 from pipefit.runtime.malloc import in_use
-from pipefit.runtime.microbatches import Feed, feed_of, pair_of
+from pipefit.runtime.microbatches import Feed, Weigh, feed_of, pair_of
 from pipefit.runtime.transport import Ending
 from pipefit.runtime.updating import gradient_norm
 from pipefit.schedules.registry import Schedule
@@ -76,7 +75,7 @@ class TrainingLoop:
 
     Args:
         engine: the ranks of this process.
-        given: the model and its weights of micro-batches.
+        weigh: from a micro-batch's target to its weight in its batch.
         on_updates: called after each pass.
         state: of the run; the loop advances it.
 
@@ -92,13 +91,12 @@ class TrainingLoop:
     def __init__(
         self,
         engine: Engine,
-        given: GivenModel,
+        weigh: Weigh | None,
         on_updates: Callable[[], None],
         state: RunState,
     ) -> None:
         self._engine = engine
-        self._given = given
-        self._weigh = given.weigh
+        self._weigh = weigh
         self._on_updates = on_updates
         self._stop = engine.session.stop
         self._state = state
@@ -275,7 +273,6 @@ class TrainingLoop:
 
     def start(self, num_steps: int, feed: Feed, sizes: Sequence[tuple[int, int]], began: float) -> _Pass:
         """Runs a program over the micro-batches of some updates; its losses are still being sent."""
-        self._given.check_layers()
         first = self._state.num_updates
         runs = self._run(num_steps, feed)
         losses = self._committed

@@ -6,7 +6,6 @@ tensors need gradients, and whether the stage changes its input in place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,32 +72,11 @@ def _closed(run: Execution, i: Instruction, inputs: list[Tensor], output: Any) -
     if i.stage < run.header.last_stage:
         needed = run.worker.flags.get(shape_of(run, i), flags)
         if has_graph:
-            outputs = _as_agreed(i, outputs, flags, needed)
-            flags = list(needed)
+            needed = flags
         outputs = narrowed(outputs, needed, run.worker.stages[i.stage].half)
     edges = [get_gradient_edge(leaf) for leaf, flag in zip(outputs, flags, strict=True) if flag]
     detached = [leaf.detach() for leaf in outputs]
     return Saved(inputs, edges), Message(detached, flags, structure)
-
-
-def _as_agreed(i: Instruction, outputs: list[Tensor], flags: Sequence[bool], needed: Sequence[bool]) -> list[Tensor]:
-    """The outputs, of which those need a gradient for which one comes back.
-
-    Raises:
-        ModelError: another one needs a gradient.
-    """
-    found = []
-    for leaf, flag, comes in zip(outputs, flags, needed, strict=True):
-        if flag and not comes:
-            raise ModelError(
-                f"an output of stage {i.stage} needs a gradient for micro-batch {i.mb}, but did not for an earlier one "
-                "of the same shape: this must not depend on the data, and weights that were frozen in the first step "
-                "of a Pipeline need another Pipeline to train"
-            )
-        if comes and not flag:
-            leaf = leaf.detach().requires_grad_()
-        found.append(leaf)
-    return found
 
 
 def _flattened(run: Execution, i: Instruction, output: Any) -> tuple[list[Tensor], Structure | Rest]:

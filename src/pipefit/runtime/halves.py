@@ -91,18 +91,18 @@ def accumulate_backward(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) 
 _engine: Any = torch.autograd.Variable._execution_engine
 
 
-def refuse_other_weights(start: Node, outputs: Sequence[Tensor]) -> None:
-    """Refuses a loss that depends on weights by another way than the model's output: no rank adds their gradients.
+def refuse_other_weights(loss: Tensor, outputs: Sequence[Tensor]) -> None:
+    """Refuses a loss that has a gradient for other weights than by the model's output: no rank would add it.
 
     Args:
-        start: the loss's node.
+        loss: with its graph, if it has one.
         outputs: of the model, that need a gradient.
 
     Raises:
-        ModelError: it does.
+        ModelError: it has one.
     """
-    known = {id(leaf) for leaf in outputs}
-    for node in _nodes_below([start], set()):
+    known = set(map(id, outputs))
+    for node in _nodes_below(filter(None, [loss.grad_fn]), set()):
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
             raise ModelError(

@@ -25,18 +25,11 @@ from pipefit.runtime.halves import (
     run_backward,
     weight_half,
 )
-from pipefit.runtime.session import current
 from pipefit.runtime.transport import Message
 from pipefit.runtime.updating import count_batchnorms, reduce_norm, update_of
 from pipefit.stage.payload import flatten_any
 from pipefit.stage.precision import in_float32, narrowed
 from pipefit.stage.training import checked_loss
-
-_UNREACHED = (
-    "gives no gradient to the stages before it, as after detach(): the gradients of their weights are zeros, by which "
-    "weight decay and momentum still change them, while plain torch has none and leaves them as they are; "
-    "freeze them: requires_grad_(False)"
-)
 
 
 def _load(run: Execution, i: Instruction) -> None:
@@ -81,11 +74,8 @@ def _loss(run: Execution, i: Instruction) -> None:
     compute = run.loss or worker.training.loss
     output = act.payload(in_float32(leaves, worker.training.half))
     loss, metrics = checked_loss(compute(output, target))
+    refuse_other_weights(loss, needed)
     share = run.feed[i.mb].share
-    signature = run.feed[i.mb].signature
-    if loss.grad_fn is not None and signature not in worker.checked_losses:
-        refuse_other_weights(loss.grad_fn, needed)
-        worker.checked_losses.add(signature)
     if share == 0:
         # It counts for nothing, even where the mean over its labels is 0/0.
         loss = torch.zeros_like(loss)
@@ -139,9 +129,6 @@ def _whole(grads: Sequence[Tensor | None], leaves: Sequence[Any]) -> Message:
 
 def _crossing(run: Execution, i: Instruction, grads: Sequence[Tensor | None], leaves: Sequence[Any]) -> Message:
     """The gradients of a stage's inputs, in the type in which these came."""
-    if leaves and not any(grad is not None for grad in grads) and i.stage not in run.worker.unreached:
-        run.worker.unreached.add(i.stage)
-        current().warnings.append(f"stage {i.stage} {_UNREACHED}")
     message = _whole(grads, leaves)
     flags = [True] * len(message.leaves)
     return Message(narrowed(message.leaves, flags, run.worker.stages[i.stage].half))

@@ -72,7 +72,6 @@ class Session:
         is_rehearsal: the other ranks are not there, and each is taken to send what this one does; see `rehearsing`.
         repairs: of the run, in place; None: there are none.
         is_outside: this process was started again, and the others train without it; see `pipefit.runtime.joining`.
-        warnings: of this rank, which rank 0 repeats after the first pass, since the others may have no terminal.
     """
 
     rank: int
@@ -93,7 +92,6 @@ class Session:
     is_rehearsal: bool = False
     repairs: Repairs | None = None
     is_outside: bool = False
-    warnings: list[str] = field(default_factory=list)
     _shared: Iterator[int] = field(default_factory=itertools.count)
 
     @property

@@ -22,7 +22,6 @@ from pipefit.parallel.weights import Store, WeightStore
 from pipefit.spec.plan import Shard
 from pipefit.spill.rank import Spilling
 from pipefit.stage.compiler import compiled_forwards
-from pipefit.stage.copied import CopiedLayers
 from pipefit.stage.optimizing import optimizer_of, scheduler_of
 from pipefit.stage.payload import Structure
 from pipefit.stage.precision import LossScale
@@ -68,9 +67,6 @@ class Worker:
         flags: for each output of a stage, whether it needs a gradient, from the first micro-batch of each shape.
         overwritten: whether a stage changes its input in place, from the first micro-batch of each shape.
         frozen: parameters that no optimizer has, by name.
-        copied: its layers that are copies of the user's own; None: there are none.
-        unreached: stages that gave no gradient to the one before them.
-        checked_losses: the shapes of which the first loss was found to train nothing but the model.
     """
 
     rank: int
@@ -90,9 +86,6 @@ class Worker:
     flags: dict[tuple[int, str], Sequence[bool]] = field(default_factory=dict)
     overwritten: dict[tuple[int, str], bool] = field(default_factory=dict)
     frozen: dict[str, nn.Parameter] = field(default_factory=dict)
-    copied: CopiedLayers | None = None
-    unreached: set[int] = field(default_factory=set)
-    checked_losses: set[str] = field(default_factory=set)
     _idle: dict[int, list[tuple[nn.Parameter, Tensor]]] = field(default_factory=dict)
 
     @classmethod
@@ -211,8 +204,6 @@ class Worker:
                 )
         for store in self.stores.values():
             store.take_changes()
-        if self.copied is not None:
-            self.copied.follow()
 
     def forget_halves(self) -> None:
         """Forgets the half copies of all weights, before some of them change: stages may share one."""

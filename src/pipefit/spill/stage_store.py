@@ -276,14 +276,6 @@ class SpilledStore(Store):
         assert WEIGHTS in self._slots, f"stage {self.stage} is not on the device"
         assert version == self._version, f"stage {self.stage}: version {self._version} is there, not {version}"
 
-    def take_changes(self) -> None:
-        """Refuses other memory for parameters whose numbers are in the records."""
-        if WEIGHTS not in self._slots and any(any(parameter.stride()) for parameter in self._moved):
-            raise ModelError(
-                f"a parameter of stage {self.stage} was changed between two steps, when its weights are on the host or "
-                "on disk, so the change would be lost: change weights with load_state_dict of the Pipeline"
-            )
-
     def begin_step(self, version: int, in_place: bool) -> None:
         """Passes the gradients to the optimizer, which works in the slots once they are no longer being written."""
         self.at(version)

@@ -73,7 +73,8 @@ class OptimizerMaker:
         """The optimizer of some parameters under their names.
 
         Raises:
-            PipefitError: the user's function gives something else, or `no_decay` meets an optimizer without decay.
+            PipefitError: the user's function gives something else, or one that steps other weights, or `no_decay`
+                meets an optimizer without decay.
         """
         given = list(named)
         if not self._takes_names:
@@ -85,7 +86,14 @@ class OptimizerMaker:
             raise PipefitError(
                 "optimizer: LBFGS computes the loss several times per step, a pipeline once; use another one"
             )
-        _refuse_others(made, named)
+        known = {id(parameter) for _, parameter in named}
+        others = [one for group in made.param_groups for one in group["params"] if id(one) not in known]
+        if others:
+            raise PipefitError(
+                f"optimizer: the function's optimizer steps a weight of shape {list(others[0].shape)} that it was not "
+                "given. It is called for each stage, with weights in place of the model's own: build groups from its "
+                "argument, by name where that is named `named`: optimizer=lambda named: …"
+            )
         for group in made.param_groups:
             # A sharded stage steps parts of weights, and none of them has a name.
             group.pop("param_names", None)
@@ -94,23 +102,6 @@ class OptimizerMaker:
             for group in list(made.param_groups):
                 _spare(made, group, spared)
         return made
-
-
-def _refuse_others(made: Optimizer, named: Sequence[tuple[str, Any]]) -> None:
-    """Refuses an optimizer of other parameters than those it was asked for, which no gradient would reach.
-
-    Raises:
-        PipefitError: it has some.
-    """
-    own = {id(parameter) for _, parameter in named}
-    for group in made.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in own:
-                raise PipefitError(
-                    f"optimizer: the function's optimizer steps a weight of shape {list(parameter.shape)} that it was "
-                    "not given. It is called for each stage, with weights in place of the model's own: build groups "
-                    "from its argument, by name where that is named `named`: optimizer=lambda named: …"
-                )
 
 
 def optimizer_like(make: Callable[[list[Any]], Optimizer], parameters: Sequence[Tensor]) -> Callable[..., Optimizer]:

@@ -62,8 +62,6 @@ def is_sequence(module: nn.Module) -> bool:
         return isinstance(module, nn.ModuleList)
     if type(module).forward is not nn.Sequential.forward or "forward" in module.__dict__:
         return False
-    if type(module).__call__ is not nn.Module.__call__:
-        return False
     return not module._forward_hooks and not module._forward_pre_hooks
 
 

@@ -250,18 +250,9 @@ class Stage:
         """The context of a forward that must not change buffers: a replay's, and those of one of several copies."""
         buffers = [module._buffers[key] for _, module, key in self._buffers]
         versions = list(map(_version, buffers))
-        weights = []
-        if self._is_replicated:
-            weights = [(name, parameter, parameter._version) for name, parameter in self.named_parameters()]
         yield
         if not self.training:
             return
-        for name, parameter, before in weights:
-            if parameter._version != before:
-                raise ModelError(
-                    f"stage {self.index}: a forward changes the weight {name}, as an embedding with max_norm does, but "
-                    "each copy of the stage would change its own: give it one copy (replicas), or leave out max_norm"
-                )
         for (name, module, key), buffer, version in zip(self._buffers, buffers, versions, strict=True):
             if module._buffers[key] is not buffer or _version(buffer) != version:
                 raise self._changes(name)
