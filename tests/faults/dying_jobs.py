@@ -9,11 +9,13 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from tests.faults.shapes import batches
+from tests.parallel import tensor_jobs
 from tests.runtime import jobs
 from torch import Tensor
 
 from pipefit import Checkpoints
 from pipefit.checkpoint import commit
+from pipefit.models.examples import mean_cross_entropy
 from pipefit.runtime.meeting import MEMORY
 from pipefit.runtime.session import current
 
@@ -42,8 +44,14 @@ SHARED: dict[str, dict[str, Any]] = {
 }
 """Schedules and placements whose copies share gradients, weights or optimizer states of a stage."""
 
+TENSOR: dict[str, dict[str, Any]] = {
+    "tensor": {"schedule": "data-parallel", "tensor": 2, "microbatches": 4},
+    "tensor 1f1b": {"stages": 2, "tensor": 2, "clip_norm": 0.05, **COPIES},
+}
+"""Copies of a GPT whose layers two processes share; with dropout."""
+
 THREE = ("data-parallel", "copies 2-1", "copies 1-2", "gradients", "weights 2-1")
-RANKS = {shape: 3 if shape in THREE else 4 for shape in (*SHAPES, *SHARED)}
+RANKS = {shape: 3 if shape in THREE else 4 for shape in (*SHAPES, *SHARED)} | {"tensor": 4, "tensor 1f1b": 8}
 
 
 class Death(NamedTuple):
@@ -83,8 +91,12 @@ class Trained(NamedTuple):
 def train(shape: str, place: str, deaths: list[Death]) -> Trained:
     """Trains in double precision, evaluates, and ends; ranks die as listed."""
     Path(place, f"{os.getpid()}.pid").write_text(os.environ[MEMORY])
-    pipe = jobs.pipeline(model=jobs.model().double(), **(SHAPES | SHARED)[shape])
-    data = [(x.double(), y) for x, y in batches()]
+    if shape in TENSOR:
+        pipe = jobs.pipeline(model=tensor_jobs.model(dropout=0.2), loss=mean_cross_entropy, **TENSOR[shape])
+        data = [tensor_jobs.batch(8, step) for step in range(6)]
+    else:
+        pipe = jobs.pipeline(model=jobs.model().double(), **(SHAPES | SHARED)[shape])
+        data = [(x.double(), y) for x, y in batches()]
     count = _counted([death for death in deaths if death.rank == current().rank and not current().start.restart])
     begun = time.perf_counter()
     losses = pipe.fit(data, len(data), callbacks=[Checkpoints(pipe, f"{place}/checkpoints", every=2)])

@@ -8,22 +8,27 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.parallel import tensor_jobs
 from tests.runtime import jobs
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from pipefit import Checkpoints
 from pipefit.cutting import cut
+from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
+from pipefit.models.examples import mean_cross_entropy
 from pipefit.pipeline import callbacks
 from pipefit.pipeline import pipeline as module
 from pipefit.pipeline.loggers import csv_log
 from pipefit.pipeline.programs import Programs
 from pipefit.planner import plan_without
 from pipefit.runtime import repairs
+from pipefit.runtime.distributed import DistributedTransport
 from pipefit.runtime.progress import TOGETHER
 from pipefit.runtime.repairs import InterruptedUnitError
 from pipefit.runtime.session import Session, current
+from pipefit.runtime.transport import Message
 
 COPIES: dict[str, Any] = {"replicas": 2, "microbatches": 4}
 
@@ -143,6 +148,49 @@ def train_shared(shard: str, options: dict[str, Any], faults: list[Fault]) -> tu
     return losses, pipe.state_dict()
 
 
+def train_in_pairs(faults: list[Fault]) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of four steps and an evaluation, and the weights, of a GPT whose layers two processes share."""
+    options = {"model": tensor_jobs.model(), "loss": mean_cross_entropy, "optimizer": adam}
+    pipe = jobs.pipeline(schedule="data-parallel", tensor=2, microbatches=4, **options)
+    if not current().start.restart:
+        suffer(pipe, [fault for fault in faults if fault.rank == pipe.rank])
+    data = [tensor_jobs.batch(8, step) for step in range(4)]
+    losses = [*pipe.fit(data), pipe.evaluate(data[:1])]
+    return losses, pipe.state_dict()
+
+
+class Widened(nn.Module):
+    """Repeats its input, so that a message has more bytes than connections hold."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.repeat(1, 1_000_000)
+
+
+class Narrowed(nn.Module):
+    """The mean of what was repeated."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(len(x), -1, 4).mean(1)
+
+
+def train_wide() -> list[float]:
+    """Losses of three steps; a rank dies as its first message of the second one leaves."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Widened(), Narrowed(), nn.Linear(4, 3)).double()
+    pipe = jobs.pipeline(model=model, stages=[2, 2], replicas=2, microbatches=2)
+    begun = DistributedTransport.send
+    with pytest.MonkeyPatch.context() as patch:
+
+        def send(transport: DistributedTransport, instruction: Instruction, message: Message) -> None:
+            begun(transport, instruction, message)
+            if current().rank == 0 and current().progress.passes == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        if not current().start.restart and current().num_ranks == 4:
+            patch.setattr(DistributedTransport, "send", send)
+        return pipe.fit([(x[:2].double(), y[:2]) for x, y in jobs.batches(3)])
+
+
 def count_forwards(fault: Fault) -> tuple[list[float], int]:
     """Losses of a training, and the forwards of its last stage, which has no copy."""
     model = jobs.model().double().append(Counting())
@@ -175,7 +223,7 @@ def is_at(pipe: Any, here: int, wanted: str | int) -> bool:
     """Returns whether a position is the wanted place, or an instruction of the wanted operation."""
     if isinstance(wanted, int):
         return here == wanted
-    own = pipe.program.ranks[pipe.rank]
+    own = pipe.program.ranks[pipe.rank // pipe.plan.tensor]
     return 0 <= here < len(own) and own[here].op is Op(wanted)
 
 

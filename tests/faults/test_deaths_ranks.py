@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.faults.dying_jobs import RANKS, SHAPES, SHARED, Death, Trained, train
+from tests.faults.dying_jobs import RANKS, SHAPES, SHARED, TENSOR, Death, Trained, train
 from tests.faults.shapes import descriptors, left_by
 
 from pipefit.runtime.faults import noted
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.faults, pytest.mar
 IS_ALL = os.environ.get("PIPEFIT_TRIALS") == "all"
 TRIALS = 200 if IS_ALL else 2 * len(SHAPES)
 OF_SHARED = 25 if IS_ALL else 1
-"""Trials of each shape of `SHARED`; in the first one the rank dies at an instruction."""
+"""Trials of each shape where ranks share something; in the first one the rank dies at an instruction."""
 
 FIRST_SHARED = 1010
 
@@ -76,12 +76,12 @@ def test_a_rank_that_does_not_come_to_a_new_group_is_not_waited_for(trial, tmp_p
 
 def numbers_of(shape: str) -> range:
     """The numbers of the trials of a shape, which choose their deaths."""
-    if shape in SHARED:
+    if shape not in SHAPES:
         return range(FIRST_SHARED, FIRST_SHARED + OF_SHARED)
     return range(list(SHAPES).index(shape), TRIALS, len(SHAPES))
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *SHARED])
+@pytest.mark.parametrize("shape", [*SHAPES, *SHARED, *TENSOR])
 def test_a_run_with_copies_survives_deaths_at_random_moments(shape: str, trial, tmp_path: Path, monkeypatch) -> None:
     # A warning that is captured holds on to its error, and to the processes of the start that failed.
     monkeypatch.setattr(logging.getLogger("pipefit.launch"), "disabled", True)

@@ -15,11 +15,15 @@ from tests.faults.repaired_jobs import (
     shared_layers,
     steps_in,
     train,
+    train_in_pairs,
     train_over_late_connections,
     train_shared,
+    train_wide,
 )
+from tests.parallel import tensor_jobs
 from tests.runtime.jobs import batches, halving
 
+from pipefit.models.examples import mean_cross_entropy
 from pipefit.runtime.faults import noted
 from pipefit.runtime.launch import LaunchError, launch
 from pipefit.runtime.progress import MEETING, SAVING
@@ -74,15 +78,13 @@ def test_a_step_that_only_the_others_have_made_is_in_the_logs(whole, tmp_path, c
     assert "repair 1 of 2: 3 ranks go on" in caplog.text and "start 3 of 3: 4 ranks" in caplog.text
 
 
-def plainly_trained() -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and weights of torch alone."""
-    model = shared_layers()
+def plainly_trained(model, loss_of, data) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of torch alone; then the loss of the first batch once more."""
     optimizer = adam(model.parameters())
     schedule = halving(optimizer)
-    data = batches(6)
     losses = []
     for x, y in [*data, data[0]]:
-        loss = torch.nn.functional.cross_entropy(model(x.double()), y)
+        loss = loss_of(model(x), y)
         losses.append(loss.item())
         if len(losses) <= len(data):
             loss.backward()
@@ -90,6 +92,12 @@ def plainly_trained() -> tuple[list[float], dict[str, torch.Tensor]]:
             optimizer.zero_grad()
             schedule.step()
     return losses, model.state_dict()
+
+
+def is_as_expected(found, expected) -> bool:
+    """Returns whether losses and weights are those of torch alone, apart from rounding."""
+    same = [torch.allclose(found[1][name], one, rtol=1e-9, atol=1e-12) for name, one in expected[1].items()]
+    return found[0] == pytest.approx(expected[0], rel=1e-10) and all(same)
 
 
 @pytest.mark.parametrize(
@@ -104,13 +112,28 @@ def plainly_trained() -> tuple[list[float], dict[str, torch.Tensor]]:
 def test_copies_that_share_weights_take_the_part_of_a_lost_one_from_memory(
     shard, ranks, options, faults, left, tmp_path, caplog
 ):
-    losses, weights = plainly_trained()
+    data = [(x.double(), y) for x, y in batches(6)]
+    expected = plainly_trained(shared_layers(), torch.nn.functional.cross_entropy, data)
     found = launch(train_shared, ranks, shard, options, faults, folder=tmp_path, quiet=True, recover=2)
     assert f"repair 2 of 2: {left} ranks go on" in caplog.text
-    assert len(found) == left
-    for own, state in found:
-        assert own == pytest.approx(losses, rel=1e-10)
-        assert all(torch.allclose(state[name], value, rtol=1e-9, atol=1e-12) for name, value in weights.items())
+    assert len(found) == left and all(is_as_expected(one, expected) for one in found)
+
+
+def test_a_process_that_shared_layers_with_a_lost_one_ends_and_the_other_copy_goes_on(tmp_path, caplog):
+    data = [tensor_jobs.batch(8, step) for step in range(4)]
+    expected = plainly_trained(tensor_jobs.model(), mean_cross_entropy, data)
+    found = launch(train_in_pairs, 4, [Fault(1, "bwd", 2)], folder=tmp_path, quiet=True, recover=1)
+    assert "rank 0 has ended: it shared its layers with one that is lost" in caplog.text
+    assert "repair 1 of 1: 2 ranks go on" in caplog.text
+    assert len(found) == 2 and all(is_as_expected(one, expected) for one in found)
+
+
+def test_a_message_of_which_a_part_has_arrived_is_not_waited_for(tmp_path, caplog):
+    """Gloo once let its receiver wait without an end."""
+    [expected] = launch(train_wide, 1, quiet=True)
+    found = launch(train_wide, 4, folder=tmp_path, quiet=True, recover=1, deadline_s=30)
+    assert "repair 1 of 1: 3 ranks go on" in caplog.text
+    assert len(found) == 3 and all(one == pytest.approx(expected, rel=1e-10) for one in found)
 
 
 def test_a_loss_is_planned_before_it_happens(tmp_path):

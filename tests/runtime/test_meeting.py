@@ -7,8 +7,9 @@ import pytest
 import torch.distributed as dist
 
 from pipefit.errors import CommunicationError
+from pipefit.parallel.threads import let_go
 from pipefit.runtime import meeting
-from pipefit.runtime.meeting import QuickStore, Start, agree_on_start, let_go
+from pipefit.runtime.meeting import QuickStore, Start, agree_on_start
 
 
 def _agreed(store, restarts):

@@ -121,11 +121,9 @@ MUTATIONS = [
         "it raises what a write has failed with, and orders nothing",
     ),
     # waits for messages
-    Mutation("runtime/distributed.py", "        for work in receive.works:\n            work.wait()\n", "", TWO),
-    Mutation(
-        "runtime/distributed.py", "        for work in self.works:\n            work.wait()\n", "        pass\n", TWO
-    ),
-    Mutation("runtime/distributed.py", "        for work in works:\n            work.wait()\n", "", TWO),
+    Mutation("runtime/distributed.py", "        finish(*receive.works)\n", "", TWO),
+    Mutation("runtime/distributed.py", "        finish(*self.works)\n", "        pass\n", TWO),
+    Mutation("runtime/distributed.py", "        finish(*works)\n", "", TWO),
     Mutation(
         "runtime/distributed.py",
         "settle(self.device)  # the sends",
@@ -140,7 +138,7 @@ MUTATIONS = [
         TWO,
         "the first use of each link and group has blocked the host already",
     ),
-    Mutation("runtime/collectives.py", "            work.wait()\n", "            pass\n", TWO),
+    Mutation("runtime/collectives.py", "            finish(work)\n", "            pass\n", TWO),
     # copies that the host need not wait for
     Mutation("stage/accelerator.py", "return tensor.pin_memory()", "return tensor", PLAIN),
     Mutation(

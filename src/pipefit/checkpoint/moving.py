@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.checkpoint.optim import optimizer_tensors, parameter_and_key
+from pipefit.parallel.waiting import finish
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.stage.split import NamedLayer
@@ -175,12 +176,12 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 def _send(session: Session, tensor: Tensor, target: int) -> None:
     if tensor.numel():
-        dist.send(_bytes_of(tensor.contiguous()), target, group=session.group)
+        finish(dist.isend(_bytes_of(tensor.contiguous()), target, group=session.group))
 
 
 def _receive(session: Session, tensor: Tensor, source: int) -> None:
     if tensor.numel():
         buffer = tensor.contiguous()
-        dist.recv(_bytes_of(buffer), source, group=session.group)
+        finish(dist.irecv(_bytes_of(buffer), source, group=session.group))
         if buffer.data_ptr() != tensor.data_ptr():
             tensor.copy_(buffer)

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from pipefit.errors import ModelError
 from pipefit.parallel.buckets import in_order, view_in
 from pipefit.parallel.shared_stores import SharedWeightsStore
+from pipefit.parallel.waiting import finish
 from pipefit.parallel.weights import Store
 from pipefit.runtime.collectives import agree, attempt
 
@@ -112,7 +113,7 @@ class Sharing:
             elif length:
                 row = place.view(torch.uint8)
                 with self._pipeline.session.progress.waiting():
-                    dist.recv(row, self._process(stage, replica))
+                    finish(dist.irecv(row, self._process(stage, replica)))
         made = view_in(flat, 0, form)
         if not value.is_meta:
             made = made.to(value.device)
@@ -135,7 +136,7 @@ class Sharing:
         if len(values):
             row = values.to(self._device).view(torch.uint8)
             with self._pipeline.session.progress.waiting():
-                dist.send(row, self._process(stage, 0))
+                finish(dist.isend(row, self._process(stage, 0)))
 
     def send_states(self, stage: int) -> None:
         """Sends this process's parts of all states of a stage to its first replica."""

@@ -83,18 +83,21 @@ class FirstLoss:
 
     def __init__(self, loss: Callable[[Any, Any], Any], layers: nn.Module) -> None:
         self._loss = loss
-        self._layers = layers
-        self._is_checked = False
+        both: Any = nn.Module()
+        both.loss = loss
+        both.model = layers
+        self._both = both
 
     def __call__(self, output: Any, target: Any) -> Any:
         """The loss."""
-        if not self._is_checked:
-            self._is_checked = True
-            both: Any = nn.Module()
-            both.loss = self._loss
-            both.model = self._layers
+        both = self._both
+        self._both = None
+        if both is not None:
+            attributes = getattr(self._loss, "__dict__", {})
+            before = dict(attributes)
             with contextlib.suppress(Exception), kept_outside(both), torch.no_grad():
                 _warn_of_no_mean(both, (output, target), None)
+            attributes.update(before)
         return self._loss(output, target)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError
+from pipefit.parallel.waiting import collective
 from pipefit.stage.record_layout import bytes_of, name_of
 
 LINE = 512  # bytes
@@ -141,7 +142,7 @@ def compare(shapes: Shapes, group: Any = None) -> None:
     """
     mine = shapes.line
     lines = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lines, mine, group=group)
+    collective(dist.all_gather, lines, mine, group=group)
     ranks = dist.get_process_group_ranks(group)
     for rank, line in zip(ranks, lines, strict=True):
         check(ranks[0], lines[0], rank, line)

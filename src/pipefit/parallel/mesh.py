@@ -23,7 +23,8 @@ from pipefit.parallel.alike import Shapes, compare
 from pipefit.parallel.loss import Loss, shared_loss
 from pipefit.parallel.region import Region
 from pipefit.parallel.tensor_rule import Ruled, ShardSpec, rules_of
-from pipefit.parallel.threads import let_carriers_wait
+from pipefit.parallel.threads import let_carriers_wait, let_go
+from pipefit.parallel.waiting import collective
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import Owned
 
@@ -63,6 +64,13 @@ class Mesh:
         """The process that represents a rank."""
         return rank * self.tensor
 
+    def meet_again(self) -> None:
+        """Meets the other processes of the rank in a new group, after all process groups are gone."""
+        if self.region is not None:
+            before = [self.region.group]
+            self.region.group = _group_of_rank(dist.group.WORLD, self.tensor)
+            let_go(before)
+
     def part(self, name: str, whole: Tensor) -> Tensor:
         """This process's part of a weight, or all of one that is not sharded."""
         spec = self.shards.get(name)
@@ -76,7 +84,7 @@ class Mesh:
         if spec is None or self.region is None:
             return part
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.tensor)]
-        dist.all_gather(parts, part.detach().contiguous(), group=self.region.group)
+        collective(dist.all_gather, parts, part.detach().contiguous(), group=self.region.group)
         return spec.whole(parts)
 
     def whole_shape(self, name: str, part: torch.Size) -> torch.Size:
@@ -108,7 +116,7 @@ class Mesh:
         found = torch._foreach_norm(list(whole.values()))
         norms = torch.stack([norm.double() for norm in found]).nan_to_num()
         parts = [torch.empty_like(norms) for _ in range(self.tensor)]
-        dist.all_gather(parts, norms, group=self.region.group)
+        collective(dist.all_gather, parts, norms, group=self.region.group)
         low, high = torch.stack(parts).aminmax(dim=0)
         differ = high - low > 1e-3 * high
         for name, far in zip(whole, differ.tolist(), strict=True):
@@ -149,7 +157,7 @@ class Mesh:
                 )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def _group_of_rank(world: dist.ProcessGroup, tensor: int) -> dist.ProcessGroup:
     """The processes that share this one's rank. Groups are made once: each costs threads and connections."""
     group, _ = dist.new_subgroups(tensor, group=world)

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 
 from pipefit.parallel.torch_names import all_gather_single, reduce_scatter_single
+from pipefit.parallel.waiting import collective, finish
 
 Move = Callable[[Tensor], Tensor]
 
@@ -151,7 +152,7 @@ class Region:
             result = x
         else:
             result = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(result, op, group=self.group)
+        collective(dist.all_reduce, result, op, group=self.group)
         return result
 
     def gathered(self, x: Tensor, dim: int) -> Tensor:
@@ -167,7 +168,7 @@ class Region:
             return torch.cat(parts, dim)
         rows, *others = x.shape or (1,)
         out = x.new_empty((self.size * rows, *others))
-        all_gather_single(out, x, group=self.group)
+        collective(all_gather_single, out, x, group=self.group)
         if dim == 0:
             return out
         return out.unflatten(0, (self.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
@@ -185,7 +186,7 @@ class Region:
             return out
         # Gloo would sum everything on every process: here parts are exchanged, and each adds up its own.
         given = torch.empty_like(stacked)
-        dist.all_to_all_single(given, stacked, group=self.group)
+        collective(dist.all_to_all_single, given, stacked, group=self.group)
         return given.sum(0)
 
     def _is_pair(self, x: Tensor) -> bool:
@@ -202,8 +203,7 @@ class Region:
         other = torch.empty_like(x)
         peer = 1 - self.index
         coming = self.group.recv([other], peer, 0)
-        self.group.send([x], peer, 0).wait()
-        coming.wait()
+        finish(coming, self.group.send([x], peer, 0))
         return other
 
 

@@ -184,8 +184,8 @@ class WeightStore(Store):
             if parameter.data_ptr() != data.data_ptr():
                 if (parameter.shape, parameter.dtype) != (data.shape, data.dtype):
                     raise ModelError(
-                        f"a weight was {data.dtype} of shape {list(data.shape)} when the Pipeline was made, and is "
-                        f"{parameter.dtype} of shape {list(parameter.shape)} now: make another Pipeline after that"
+                        f"a weight is {parameter.dtype} of shape {list(parameter.shape)} now, and had another type or "
+                        "shape when the Pipeline was made: make another Pipeline after such a change"
                     )
                 data.copy_(parameter)
                 parameter.data = data

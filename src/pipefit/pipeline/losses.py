@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from pipefit.errors import DataError, ModelError
 from pipefit.ir.program import Header
 from pipefit.parallel.alike import Shapes, compare
+from pipefit.parallel.waiting import finish
 from pipefit.pipeline.batches import samples_of
 from pipefit.pipeline.callbacks import Record
 from pipefit.runtime.collectives import exchange, start_sum
@@ -64,7 +66,7 @@ class PendingLosses:
     def commit(self) -> bool:
         """Waits in the pass, before its step: all ranks then know the losses, or no rank makes the step."""
         assert self._session.repairs is not None
-        self._session.repairs.commit(self._work.wait, self._table)
+        self._session.repairs.commit(partial(finish, self._work), self._table)
         self._work = None
         return True
 
@@ -77,7 +79,7 @@ class PendingLosses:
         if self._work is not None:
             # After a commit there is nothing to wait for.
             with self._session.at(LOSS):
-                self._work.wait()
+                finish(self._work)
         requested, wanted, marks, squares, newcomers, of_newcomers = self._table[-_MORE:].tolist()
         if marks**2 != squares * self._num_ranks and self._shapes:
             compare(self._shapes)

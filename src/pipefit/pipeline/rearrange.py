@@ -39,6 +39,7 @@ from pipefit.checkpoint.state import tensors_of
 from pipefit.errors import DisagreementError, ModelError, PipefitError, PlanError
 from pipefit.ir.program import Header
 from pipefit.parallel.alike import differences
+from pipefit.parallel.mesh import Mesh
 from pipefit.pipeline.assembly import release_others, worker_of
 from pipefit.pipeline.facts import CURE, facts_of_plan
 from pipefit.pipeline.programs import Programs
@@ -137,12 +138,13 @@ def rearrange(pipe: Any, plan: Plan, session: Session | None = None, proved: Pro
         header = following.programs.shortest().header
         ranks_of = [following.ranks]
         if session.is_distributed:
-            ranks_of = [[process] for process in range(session.num_ranks)]
+            ranks_of = [[process // plan.tensor] for process in range(session.num_ranks)]
         now = [_layers_of(following.plan, header, ranks) for ranks in ranks_of]
         moves = moves_of(pipe.layers, held, now)
         gains = {(layer, process) for process, own in enumerate(now) for layer in own if layer not in held[process]}
         copies = _checked_sources(pipe, session, moves, {layer for layer, _ in gains}, is_restored)
         for worker in pipe.workers:
+            worker.mesh.meet_again()
             worker.forget_pass()
             if is_restored:
                 worker.let_go()
@@ -177,8 +179,10 @@ def _prepared(
     found: list[_Next] = []
 
     def prepare() -> dict[str, Any]:
-        if not is_restored:
+        if session is pipe.session:
             _refuse_unmovable(pipe, plan)
+        if pipe.engine.is_lost and not is_restored:
+            raise PlanError("rearrange: a step has failed after some of its updates; load a checkpoint from before")
         own = fitted(plan, pipe.given.work, session)
         programs = proved
         if programs is None or programs.plan != own:
@@ -186,7 +190,7 @@ def _prepared(
         program = programs.shortest()
         ranks = list(range(program.header.num_ranks))
         if session.is_distributed:
-            ranks = [session.rank]
+            ranks = [session.rank // plan.tensor]
         found.append(_Next(own, programs, ranks, session))
         state = pipe.state.saved()
         alike = facts_of_plan(own) | {"program": program.digest, "step": pipe.num_updates}
@@ -214,8 +218,6 @@ def _refuse_unmovable(pipe: Any, plan: Plan) -> None:
     for one in (pipe.plan, plan):
         if why := why_fixed(one):
             raise PlanError(f"rearrange: {why}; save, and load the checkpoint into a new pipeline")
-    if pipe.engine.is_lost:
-        raise PlanError("rearrange: a step has failed after some of its updates; load a checkpoint from before")
 
 
 def _layers_of(plan: Plan, header: Header, ranks: Sequence[int]) -> list[int]:
@@ -353,13 +355,14 @@ def _built(
     for name, tensors in moved.everything.items():
         states[name] = {key: reader(tensor) for key, tensor in tensors.items() if is_state(key)}
     ties = tied_parameters(pipe.layers, plan.partition)
+    mesh = next((worker.mesh for worker in pipe.workers), Mesh())
     workers = []
     takers = []
     parts = split(pipe.layers, plan.partition, [header.stages_of(rank) for rank in following.ranks])
     for rank, part in zip(following.ranks, parts, strict=True):
         for layer in chain.from_iterable(part.values()):
             _fill(layer, moved)
-        worker = worker_of(rank, part, plan, ties, pipe.training, pipe.device, kept=kept)
+        worker = worker_of(rank, part, plan, ties, pipe.training, pipe.device, mesh=mesh, kept=kept)
         workers.append(worker)
         for stage, optimizer in worker.optimizers.items():
             if id(optimizer) not in of_before:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from pipefit.pipeline.growing import Growing, without
 from pipefit.pipeline.programs import Programs
 from pipefit.pipeline.rearrange import rearrange
 from pipefit.pipeline.repairable import why_not
-from pipefit.runtime.repairs import Loss
+from pipefit.runtime.repairs import NOT_NEEDED, Loss
 from pipefit.runtime.session import current
 from pipefit.spec import Plan
 
@@ -53,7 +54,7 @@ class Repair:
         if missed:
             plan = pipe.plan
             for loss in missed:
-                plan = _without(pipe, plan, loss.lost)
+                plan = _without(pipe, plan, _ranks_of(plan, loss))
             try:
                 rearrange(pipe, plan, session)
             except PipefitError as why:
@@ -83,13 +84,16 @@ class Repair:
         pipe = self._pipe()
         if pipe is None:
             raise PipefitError("the pipeline is gone")
+        lost = _ranks_of(pipe.plan, loss)
+        if pipe.session.rank // pipe.plan.tensor in lost:
+            # The launcher then reports it to the others as lost, too.
+            os._exit(NOT_NEEDED)
         memory = pipe.loop.memory
         if pipe.plan.shard == "none":
             pipe.loop.check_repeatable()
         elif memory is None or not memory.is_newest():
             raise PipefitError("copies of a stage share its weights, and the last step has no copy in memory")
-        prepared = pipe.programs.without.get(tuple(loss.lost))
-        self._following = prepared or _programs_without(pipe, loss.lost)
+        self._following = pipe.programs.without.get(tuple(lost)) or _programs_without(pipe, lost)
 
     def mend(self, loss: Loss) -> None:
         """Goes on by the plan for the ranks that are left, in new process groups."""
@@ -103,6 +107,11 @@ class Repair:
             pipe.recovery.mended()
 
 
+def _ranks_of(plan: Plan, loss: Loss) -> list[int]:
+    """The ranks of a plan that have lost a process."""
+    return sorted({process // plan.tensor for process in loss.lost})
+
+
 def _programs_without(pipe: Any, lost: Sequence[int]) -> Programs:
     return Programs(_without(pipe, pipe.plan, lost), pipe.training, pipe.layers, None)
 
@@ -111,7 +120,7 @@ def _without(pipe: Any, plan: Plan, lost: Sequence[int]) -> Plan:
     """The plan of a pipeline without ranks that are lost."""
     for stage, ranks in enumerate(plan.placement.ranks):
         # The machine's memory has the last step of every stage, where each step is copied.
-        is_kept = pipe.recovery is not None and pipe.recovery.every == 1
+        is_kept = plan.tensor == 1 and pipe.recovery is not None and pipe.recovery.every == 1
         if set(ranks) <= set(lost) and not is_kept:
             raise PlanError(f"no copy of stage {stage} is left")
     return without(pipe, plan, lost)

@@ -16,6 +16,8 @@ def why_not(plan: Plan) -> str:
         return f"nothing ends a wait of {default_kind()} for others"
     if why := _why_lost(plan):
         return why
+    if plan.tensor > 1 and (plan.shard != "none" or default_kind() != "cpu"):
+        return f"ranks share layers (tensor={plan.tensor}, shard={plan.shard!r}, on {default_kind()})"
     if all(len(ranks) == 1 for ranks in plan.placement.ranks):
         return "no stage has a copy"
     return ""
@@ -25,18 +27,16 @@ def why_fixed(plan: Plan) -> str:
     """The reason why a live pipeline can neither leave nor take a plan; "": it can."""
     if why := _why_lost(plan):
         return why
-    if plan.shard != "none":
-        return f"copies of a stage share its weights (shard={plan.shard!r})"
+    if plan.shard != "none" or plan.tensor > 1:
+        return f"ranks share the weights of a stage (tensor={plan.tensor}, shard={plan.shard!r})"
     return ""
 
 
 def _why_lost(plan: Plan) -> str:
-    """The reason why a pipeline cannot leave a plan, even where a copy in memory has its last step; "": it can."""
+    """The reason why a pipeline cannot leave a plan, even if no layer moves between processes; "": it can."""
     schedule = find(plan.schedule)
     if not schedule.is_synchronous:
         return f"{plan.schedule} is asynchronous"
     if plan.spill is not None or schedule.spills:
         return "stages are spilled"
-    if plan.tensor > 1:
-        return f"ranks share the weights of a stage (tensor={plan.tensor})"
     return ""

@@ -219,10 +219,9 @@ class TrainingLoop:
     def start_step(self, x: Any, y: Any) -> _Pass:
         """Runs one update; its loss is still being sent."""
         began = time.perf_counter()
-        self._engine.check(x)
         batch = in_pinned_memory((x, y), self._engine.device)
         feed = feed_of(batch, self._size, self._state.ordinal, "train", self._weigh)
-        return self.start(1, feed, [size_of(x)], began)
+        return self.start(1, feed, [size_of(x)], began, x)
 
     def _run_steps(self, batches: Iterator[Any], steps: int | None) -> list[float]:
         """Runs a program for each update; a loss is read while the next step runs."""
@@ -271,10 +270,10 @@ class TrainingLoop:
         feed = BatchStream(pairs(), self._size, self._state.ordinal, self._weigh)
         return self._read(self.start(steps, feed, sizes, began))
 
-    def start(self, num_steps: int, feed: Feed, sizes: Sequence[tuple[int, int]], began: float) -> _Pass:
-        """Runs a program over the micro-batches of some updates; its losses are still being sent."""
+    def start(self, num_steps: int, feed: Feed, sizes: Sequence[tuple[int, int]], began: float, x: Any = None) -> _Pass:
+        """Checks an input, and runs a program over the micro-batches of some updates; its losses are being sent."""
         first = self._state.num_updates
-        runs = self._run(num_steps, feed)
+        runs = self._run(num_steps, feed, x)
         losses = self._committed
         timed = self._timed(runs, num_steps)
         if losses is None:
@@ -352,21 +351,23 @@ class TrainingLoop:
                 return run.rates[stage, update]
         return ()
 
-    def _run(self, num_steps: int, feed: Feed) -> list[Execution]:
+    def _run(self, num_steps: int, feed: Feed, x: Any) -> list[Execution]:
         """Runs the program of some updates, and counts them; again if a rank is lost before they are committed."""
         session = self._engine.session
         if session.repairs is None:
-            runs = self._once(num_steps, feed)
+            runs = self._once(num_steps, feed, x)
         else:
-            runs = session.repairs.repeated(lambda: self._once(num_steps, feed))
+            runs = session.repairs.repeated(lambda: self._once(num_steps, feed, x))
         self._on_updates()
         return runs
 
-    def _once(self, num_steps: int, feed: Feed) -> list[Execution]:
+    def _once(self, num_steps: int, feed: Feed, x: Any) -> list[Execution]:
         """Runs the program of some updates; where copies share weights, all ranks then have it in memory, or none.
 
         Without the part of a lost rank the others could go neither on nor back.
         """
+        if x is not None:
+            self._engine.check(x)
         self._committed = None
         self.copied = -1
         repairs = self._engine.session.repairs

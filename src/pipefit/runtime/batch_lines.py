@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.parallel.alike import LINE, check
+from pipefit.parallel.waiting import finish
 from pipefit.runtime.microbatches import Feed
 
 
@@ -62,5 +63,5 @@ class BatchLines:
         if batch is not None and (expected := self._expected[peer, batch.first]) is not None:
             self._expected[peer, batch.first] = None
             line, work = expected
-            work.wait()
+            finish(work)
             check(self._process, batch.line, peer, line)

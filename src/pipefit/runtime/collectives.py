@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pipefit.errors import PipefitError, kind_of
 from pipefit.parallel.alike import differences
+from pipefit.parallel.waiting import collective, finish
 from pipefit.runtime.session import Session
 
 
@@ -35,11 +36,11 @@ def exchange_in_group(data: Any, group: Any = None) -> list[Any]:
     text = torch.frombuffer(content, dtype=torch.uint8)
     sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
     sizes[dist.get_rank(group)] = len(text)
-    dist.all_reduce(sizes, group=group)
+    collective(dist.all_reduce, sizes, group=group)
     mine = torch.zeros(int(sizes.max()), dtype=torch.uint8)
     mine[: len(text)] = text
     parts = [torch.empty_like(mine) for _ in sizes]
-    dist.all_gather(parts, mine, group=group)
+    collective(dist.all_gather, parts, mine, group=group)
     texts = [part[:size].tolist() for part, size in zip(parts, sizes.tolist(), strict=True)]
     return [json.loads(bytes(found)) for found in texts]
 
@@ -56,7 +57,7 @@ def sum_table(session: Session, table: Tensor) -> Tensor:
     work = start_sum(session, table)
     if work is not None:
         with session.progress.waiting():
-            work.wait()
+            finish(work)
     return table
 
 
@@ -71,7 +72,7 @@ def broadcast(session: Session, tensor: Tensor, source: int) -> Tensor:
     """Returns the tensor with the values of process `source`, written in place."""
     if session.is_distributed:
         with session.progress.waiting():
-            dist.broadcast(tensor, source, group=session.group)
+            collective(dist.broadcast, tensor, source, group=session.group)
     return tensor
 
 
@@ -79,7 +80,7 @@ def meet(session: Session) -> None:
     """Waits until every process is here."""
     if session.is_distributed:
         with session.progress.waiting():
-            dist.barrier(group=session.group)
+            collective(dist.barrier, group=session.group)
 
 
 def attempt(function: Callable[[], Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import WHOLE_OF, Kind, Op, Reduction
 from pipefit.parallel.mesh import Mesh
 from pipefit.parallel.torch_names import all_gather_single, reduce_scatter_single
+from pipefit.parallel.waiting import finish
 from pipefit.runtime.batch_lines import BatchLines
 from pipefit.runtime.microbatches import Feed
 from pipefit.runtime.tags import Tags
@@ -287,8 +288,7 @@ class DistributedTransport:
         while receive.message is None:
             self._learn(self._deferred[receive.peer][0])
             self._post_known()
-        for work in receive.works:
-            work.wait()
+        finish(*receive.works)
         # What this answers has arrived, if it was sent from here.
         i = receive.instruction
         if receive.kind == Kind.ACT:
@@ -304,9 +304,9 @@ class DistributedTransport:
         stage, peer = receive.instruction.stage, receive.peer
         tag = self._tags.contract(stage)
         head = torch.zeros(2, dtype=torch.int64)
-        self._world.recv([head], peer, tag).wait()
+        finish(self._world.recv([head], peer, tag))
         text = torch.empty(int(head[0]), dtype=torch.uint8)
-        self._world.recv([text], peer, tag + 1).wait()
+        finish(self._world.recv([text], peer, tag + 1))
         signature = self._feed[int(head[1])].signature
         self._announced[peer, stage, signature] = Contract.from_bytes(text.numpy().tobytes())
 
@@ -435,8 +435,7 @@ class _Sent(NamedTuple):
     held: list[Tensor]
 
     def finish(self) -> None:
-        for work in self.works:
-            work.wait()
+        finish(*self.works)
 
 
 @dataclass
@@ -468,8 +467,7 @@ def _ending(*works: Any, then: Callable[[], None] | None = None) -> Ending:
     """Waits for some work, and then calls `then`."""
 
     def end() -> bool:
-        for work in works:
-            work.wait()
+        finish(*works)
         if then is not None:
             then()
         return True

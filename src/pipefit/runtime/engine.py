@@ -15,7 +15,7 @@ from pipefit.ir.graph import collective_members, dependency_graph
 from pipefit.ir.op import Op
 from pipefit.ir.program import Header, Program
 from pipefit.parallel.mesh import Mesh
-from pipefit.parallel.threads import let_carriers_wait
+from pipefit.parallel.threads import let_carriers_wait, let_go
 from pipefit.passes.gathering import gathering_of
 from pipefit.runtime.collectives import check_alike
 from pipefit.runtime.compiled import compile_rank
@@ -25,7 +25,6 @@ from pipefit.runtime.finite import check_unread
 from pipefit.runtime.handlers import HANDLERS
 from pipefit.runtime.local import LocalTransport, Mailbox
 from pipefit.runtime.malloc import keep_freed
-from pipefit.runtime.meeting import let_go
 from pipefit.runtime.microbatches import Feed
 from pipefit.runtime.outcomes import program_file
 from pipefit.runtime.progress import MEETING, Progress

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import stat
-import threading
 import time
 import uuid
 from datetime import timedelta
@@ -143,11 +142,6 @@ def meet(rank: int, num_ranks: int, folder: Path | None) -> Start:
     except (RuntimeError, ValueError) as problem:
         raise PipefitError(f"rank {rank} of {num_ranks} could not join the others: {problem}") from None
     return start
-
-
-def let_go(held: Any) -> None:
-    """Empties a list or dict of process groups in a thread: the end of each takes Gloo 10 ms."""
-    threading.Thread(target=held.clear, name="pipefit-old-groups").start()
 
 
 def agent_folder() -> Path | None:

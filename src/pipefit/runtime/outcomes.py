@@ -18,7 +18,7 @@ from pipefit.errors import DisagreementError, PipefitError, is_lost_peer
 from pipefit.ir import text
 from pipefit.runtime.calls import ORDER
 from pipefit.runtime.progress import positions_of
-from pipefit.runtime.repairs import WORDS
+from pipefit.runtime.repairs import NOT_NEEDED, WORDS
 from pipefit.runtime.signals import TERMINATED, leaving
 from pipefit.runtime.survivors import Survivors
 from pipefit.runtime.waits import where
@@ -183,6 +183,8 @@ def _failure(failures: dict[int, tuple[str, Any]], place: Path, survivors: Survi
     if process in survivors.hung:
         return _hang(survivors.hung[process], "")
     kind, what = failures[process]
+    if what == NOT_NEEDED:
+        return LaunchError(f"rank {rank} has ended: it shared its layers with one that is lost")
     if kind == "refused" and isinstance(what, PipefitError):
         return what
     said = what

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from pipefit.errors import CommunicationError, PipefitError, is_lost_peer
+from pipefit.parallel import waiting
 from pipefit.runtime.aborting import abort_groups
 from pipefit.runtime.joining import DOOR, READY, Door
 from pipefit.runtime.meeting import QuickStore
@@ -46,6 +47,9 @@ LOST = "lost"
 GO = "go"
 END = "end"
 """The words of the launcher for a rank."""
+
+NOT_NEEDED = 64
+"""Exit code of a process that shared a rank with one that is lost: it cannot go on without it."""
 
 REPAIR = "PIPEFIT_REPAIR"
 """Variable that turns repairs off where it is 0: then all ranks are started again, with the same plan."""
@@ -137,6 +141,7 @@ class Repairs:
             self._is_listening = True
             threading.Thread(target=self._hear, name="pipefit-repairs", daemon=True).start()
         self._can = not why_not
+        waiting.can_leave = self._can and default_kind() == "cpu"
         self.say(CAN, why_not)
 
     def hung(self, rank: int | None, faults: int, page: str) -> bool:
@@ -212,6 +217,7 @@ class Repairs:
         if QuickStore.newest is not None:
             QuickStore.newest.has_ended = True
         shut_down(self._before)
+        waiting.leave()
         if default_kind() != "cpu" and self._progress.position.index != MEETING:
             abort_groups()
 

@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,11 +23,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from pipefit.errors import DisagreementError, PipefitError, is_lost_peer, kind_of
 from pipefit.ir.program import Program
+from pipefit.parallel.threads import let_go
+from pipefit.parallel.waiting import finish
 from pipefit.runtime import repairs
 from pipefit.runtime.background import Background
 from pipefit.runtime.calls import different_calls, lost_peer
 from pipefit.runtime.joining import Door, Entry
-from pipefit.runtime.meeting import ENTERED, ENTERS, FULL, RESTART, TIMEOUT, Start, agent_folder, let_go, meet
+from pipefit.runtime.meeting import ENTERED, ENTERS, FULL, RESTART, TIMEOUT, Start, agent_folder, meet
 from pipefit.runtime.progress import (
     CALLS,
     JOINING,
@@ -157,7 +160,7 @@ class Session:
         if self.repairs is None:
             work.wait()
         else:
-            self.repairs.commit(work.wait, total)
+            self.repairs.commit(partial(finish, work), total)
 
     def unit(self, work: Callable[[], T]) -> T:
         """Does what all ranks do together; again from its beginning, if a rank is lost before all have done it.

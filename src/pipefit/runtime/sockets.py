@@ -1,7 +1,7 @@
-"""The sockets of process groups, which end every wait of this process when they are shut down.
+"""The sockets of process groups, which end the waits of this process when they are shut down.
 
-torch cannot interrupt a wait inside a message of Gloo. The kernel can: a thread shuts down the connections, and every
-wait on one ends with Gloo's own error, in whichever thread it is.
+torch cannot interrupt a wait inside a message of Gloo. The kernel can: a thread shuts down the connections, and a wait
+on one ends with Gloo's own error, in whichever thread it is. Those that do not end are left (`parallel.waiting`).
 """
 
 from __future__ import annotations
