@@ -6,7 +6,22 @@ from msgspec.structs import replace
 
 from pipefit.ir import OP_SPEC, Instruction, Op, Program
 
-KINDS = ("act", "grad", "replicas", "scatter", "tied", "norm", "weights", "saved", "wgrad", "optim", "")
+KINDS = (
+    "act",
+    "act-piece",
+    "grad",
+    "grad-piece",
+    "shards",
+    "replicas",
+    "scatter",
+    "tied",
+    "norm",
+    "weights",
+    "saved",
+    "wgrad",
+    "optim",
+    "",
+)
 
 
 def with_rank(program: Program, rank: int, instructions) -> Program:

@@ -12,6 +12,7 @@ from collections import Counter
 from pipefit.ir import Op, Program
 
 WAIT = object()
+WHOLE = {"act-piece": "act", "grad-piece": "grad"}
 
 
 class BrokenProgramError(Exception):
@@ -197,7 +198,7 @@ class Machine:
 
     def _send(self, rank, i):
         tag, link = (i.kind, i.stage, i.mb), (rank, i.peer)
-        found = self._get(rank, tag)
+        found = self._get(rank, (WHOLE.get(i.kind, i.kind), i.stage, i.mb))
         if found is None:
             return WAIT
         self.sent.setdefault(link, []).append((tag, found[0]))
@@ -205,6 +206,12 @@ class Machine:
         if not self.eager and self.sent[link]:
             self.sent[link].pop()
             return WAIT
+
+    def _gather(self, rank, i):
+        found = self._get(rank, (f"{i.kind}-piece", i.stage, i.mb))
+        if found is None:
+            return WAIT
+        self.values[rank][i.kind, i.stage, i.mb] = found[0]
 
     def _deliver(self, link):
         """Hands messages to the receives that are theirs, by tag or by order."""

@@ -162,6 +162,8 @@ class SpillingMachine(Machine):
             self.tier[rank][i.kind, i.stage, i.version] = self.values[rank].pop((i.kind, i.stage, i.version))
             return
         where = "weights" if i.kind == "wgrad" else i.kind
+        if ("weights", i.stage) not in self.home[rank] and i.kind == "wgrad":
+            raise BrokenProgramError(f"{i}: its gradients lie next to weights that are gone")
         slot = self.twin[rank][i.stage] if i.kind == "wgrad" else self.home[rank][i.kind, i.stage]
         mine = [c for c in self.copies[rank] if (c.i.kind, c.i.stage) == (i.kind, i.stage)]
         if i.kind == where:

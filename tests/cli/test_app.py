@@ -227,6 +227,46 @@ def test_a_full_disk_behind_stdout_is_said_plainly():
     assert done.stderr == "pipefit schedules: cannot write to standard output: No space left on device\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    ("words", "how", "code", "said"),
+    [
+        ("--help", "> /dev/full", 2, "standard output: cannot be written: No space left on device"),
+        ("synthesize -p 2 -m 2", "> /dev/full", 2, "cannot write to standard output: No space left on device"),
+        ("synthesize -p 2 -m 2", ">&-", 0, ""),
+        ("synthesize -p 2 -m 2", "2>&-", 0, ""),
+    ],
+)
+def test_where_nothing_can_be_printed_there_is_one_message_or_none(words, how, code, said):
+    command = f"TERM=dumb COLUMNS=20 PYTHONIOENCODING=ascii {sys.executable} -m pipefit {words} {how}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=ENV, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr and "mistake" not in done.stderr
+
+
+def test_a_terminal_without_a_character_shows_another_one():
+    done = subprocess.run(
+        [sys.executable, "-m", "pipefit", "draw", "1f1b", "-p", "2", "-m", "2"],
+        capture_output=True,
+        text=True,
+        env=ENV | {"PYTHONIOENCODING": "ascii"},
+        timeout=60,
+    )
+    assert (done.returncode, "F" in done.stdout, "mistake" in done.stderr) == (0, True, False)
+
+
+def test_an_interrupt_while_the_commands_load_is_one_line(monkeypatch, capsys):
+    class Interrupted:
+        def find_spec(self, name, *_):
+            if name == "pipefit.cli.app":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "pipefit.cli.app")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert main(["schedules"]) == 130
+    assert capsys.readouterr().err == "pipefit: interrupted\n"
+
+
 def test_no_verb_loads_torch_before_it_runs():
     code = f"""
 import sys; sys.modules["torch"] = None

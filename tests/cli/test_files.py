@@ -101,6 +101,15 @@ def test_a_slower_link_takes_longer(files, capsys):
     assert answered(capsys, "simulate", "a.pipe", "--topology", str(slow))["makespan"] > fast
 
 
+def test_a_byte_order_mark_is_no_part_of_a_file(files, capsys):
+    expected = answered(capsys, "simulate", "plan.json", "--profile", "profile.json", "--topology", "topology.toml")
+    for name in ("a.pipe", "plan.json", "profile.json", "topology.toml"):
+        (files / name).write_bytes(b"\xef\xbb\xbf" + (files / name).read_bytes())
+    assert answered(capsys, "verify", "a.pipe")["ok"]
+    found = answered(capsys, "simulate", "plan.json", "--profile", "profile.json", "--topology", "topology.toml")
+    assert found == expected
+
+
 def test_a_missing_file_is_named(files, capsys):
     assert "none.pipe: no such file" in refused(capsys, "verify", "none.pipe")
     assert "none.json: no such file" in refused(capsys, "simulate", "none.json")

@@ -121,6 +121,23 @@ def test_a_line_that_is_no_instruction_is_refused_with_its_number(line, says):
         parse(text, "x")
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("clip no", "clip takes no words, got 'no'"),
+        ("frozen 1 2", "expected one word after the name of the line, got '1 2'"),
+        ("tensor", "expected one word after the name of the line, got 'none'"),
+        ("tensor 2 pieces more", "expected one word"),
+        ("tensor 2 piece", "expected one word"),
+        ("sharded weights 2 3", "expected one word"),
+    ],
+)
+def test_a_line_of_the_header_has_no_words_that_are_not_read(line, says):
+    text = dump(generate("naive", Shape(1, 1))).replace("\nrank 0", f"{line}\n\nrank 0")
+    with pytest.raises(ProgramError, match=f"x:8: {says}"):
+        parse(text, "x")
+
+
 def test_a_missing_file_and_a_folder_are_a_users_mistake(tmp_path):
     for path in (tmp_path / "none.pipe", tmp_path):
         with pytest.raises(PipefitError, match=str(path)):

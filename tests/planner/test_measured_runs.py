@@ -204,7 +204,12 @@ def test_a_file_is_read_line_by_line(tmp_path):
     ("line", "message"),
     [
         ('"MODEL",16,3,2,1,1,256,none,1,3.5', "16 devices cannot be copies of tensor 3 × depth 2"),
-        ('"MODEL",16,two,2,1,1,256,none,1,3.5', "line 2: tensor: expected a whole number of at least 1, got 'two'"),
+        (
+            '"MODEL",16,two,2,1,1,256,none,1,3.5',
+            "line 2: tensor: expected a whole number from 1 to 999999999, got 'two'",
+        ),
+        (f'"MODEL",{"9" * 5000},2,2,1,1,256,none,1,3.5', "line 2: devices: expected a whole number from 1"),
+        (f'"{"x" * 200_000}",16,2,2,1,1,256,none,1,3.5', r"runs\.csv: not CSV: field larger than field limit"),
         ('"MODEL",16,2,2,1,1,256,none,1,soon', "seconds: expected a number or nothing, got 'soon'"),
         ('"MODEL",16,2,2,1,1,256,none,1,-1', "seconds: expected more than 0, got -1"),
         (
@@ -220,6 +225,16 @@ def test_a_file_is_read_line_by_line(tmp_path):
 def test_what_is_wrong_in_a_file_is_said_with_its_line(tmp_path, line, message):
     with pytest.raises(ProfileError, match=message):
         read_runs(written(tmp_path / "runs.csv", line.replace("MODEL", MODEL)))
+
+
+def test_a_file_of_another_program_is_read_or_refused(tmp_path):
+    path = tmp_path / "runs.csv"
+    text = HEAD + f'"{MODEL}",16,2,2,1,1,256,none,1,3.5\n'
+    path.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    assert len(read_runs(path)) == 1
+    path.write_bytes(text.encode("utf-16"))
+    with pytest.raises(ProfileError, match=r"runs\.csv: cannot be read: not UTF-8 text"):
+        read_runs(path)
 
 
 def test_a_cut_may_be_named(tmp_path):

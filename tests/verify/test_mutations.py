@@ -36,6 +36,10 @@ CASES = [
     few("zb-h1", depth=3, frozen=2),
     few("breadth-first", depth=1, num_chunks=3, replicas=(2,), shard="weights"),
     few("breadth-first", depth=1, num_chunks=2, replicas=(2,), shard="gradients", shard_slots=1, clip=True),
+    few("1f1b", replicas=(2, 1), num_steps=2, shard="optimizer", clip=True),
+    few("1f1b", replicas=(2, 2), num_microbatches=3, shares=(2, 1), ties=((0, 1),)),
+    few("zb-h2", tensor=2, pieces=True, recompute=None),
+    few("gpipe", commit=True, clip=True, replicas=(2, 2)),
 ]
 
 
@@ -73,7 +77,9 @@ def programs(draw):
         recompute=draw(st.sampled_from([(), None])),
         ahead=draw(st.integers(0, 2)),
         frozen=frozen,
-        shard=draw(st.sampled_from(["none", "gradients", "weights"])) if replicas and is_synchronous else "none",
+        shard=draw(st.sampled_from(["none", "optimizer", *["gradients", "weights"] * is_synchronous])),
+        tensor=2,
+        pieces=draw(st.booleans()),
         shard_slots=draw(st.integers(1, 2)),
     )
     return generate(name, shape)

@@ -102,6 +102,17 @@ def test_what_breaks_spilling_is_refused_in_words(change, says):
         assert any(says in message for message in told(program)), str(report)
 
 
+def test_gradients_leave_their_slot_before_the_weights_next_to_them():
+    """Such a program was accepted, and ended in the executor with a KeyError."""
+    program = generate("spilled", HALF)
+    own = list(program.ranks[0])
+    evict = parse_instruction("evict s2 wgrad w0 host")
+    own.remove(evict)
+    own.insert(own.index(parse_instruction("drop s2 w0")) + 1, evict)
+    messages = told(program.with_ranks([own]))
+    assert "the gradients of stage 2 are still in the second slot of these weights: evict them first" in messages
+
+
 def test_a_stage_may_not_leave_while_autograd_keeps_a_view_of_its_slot():
     program = generate("gpipe", Shape(2, 2, spill=Spill.of(2, slots=1)))
     own = list(program.ranks[0])

@@ -47,6 +47,9 @@ _WORK: Final = {
 }
 """The work of the verbs that report no progress of their own."""
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""A disk that is full, or a limit on what a user or a process may write."""
+
 _FINDINGS = (NonFiniteLossError, InfeasibleError, CommunicationError)
 
 
@@ -102,6 +105,7 @@ def run(arguments: list[str] | None = None) -> int:
     tokens = arguments
     doing = ""
     if tokens is None:
+        _let_print()
         tokens = sys.argv[1:]
         doing = _WORK.get(_verb(tokens), "")
         if _verb(tokens) in ("draw", "simulate", "verify"):
@@ -127,9 +131,29 @@ def run(arguments: list[str] | None = None) -> int:
     except Exception as problem:  # an unexpected error: a mistake of pipefit, which is reported with its traceback
         if isinstance(problem, OSError) and problem.errno == errno.ENAMETOOLONG:
             return _complain(verb, f"{str(problem.filename)[:40]}…: the file name is too long", USAGE)
+        if isinstance(problem, OSError) and problem.errno in _FULL:
+            _close_stdout()
+            where = problem.filename or "a file, or standard output"
+            return _complain(verb, f"{where}: cannot be written: {problem.strerror}", USAGE)
         path = _keep_evidence(problem, tokens)
         text = f"this is a mistake of pipefit itself: {type(problem).__name__}: {problem}".rstrip(": ")
         return _complain(verb, f"{text}\nPlease report it with the file {path}", INTERNAL_ERROR)
+
+
+def _let_print() -> None:
+    """Standard output and error take every text: nothing is printed where they are closed.
+
+    Characters that the encoding of the terminal does not have are replaced.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            # It takes the number of the closed one, which the next file would get, also in processes that are started.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.set_inheritable(nowhere, True)
+            setattr(sys, name, os.fdopen(nowhere, "w", encoding="utf-8"))
+        else:
+            stream.reconfigure(errors="replace")
 
 
 def _saying(what: str) -> contextlib.AbstractContextManager[object]:

@@ -103,6 +103,13 @@ def _whole(word: str) -> int:
     return int(word)
 
 
+def _only(words: list[str]) -> str:
+    """The word of a header's line that takes one."""
+    if len(words) != 1:
+        raise ProgramError(f"expected one word after the name of the line, got {' '.join(words) or 'none'!r}")
+    return words[0]
+
+
 def _numbers(words: Iterable[str]) -> Indices:
     return tuple(map(_whole, words))
 
@@ -162,12 +169,18 @@ def _number(field: str) -> _Line:
             return [str(value)]
         return []
 
-    return write, lambda words: {field: _whole(words[0])}
+    return write, lambda words: {field: _whole(_only(words))}
 
 
 def _flag(field: str) -> _Line:
     """A line without words, which is there or not."""
-    return lambda header: [""] * getattr(header, field), lambda words: {field: True}
+
+    def read(words: list[str]) -> _Fields:
+        if words:
+            raise ProgramError(f"{field} takes no words, got {' '.join(words)!r}; without it, leave out the line")
+        return {field: True}
+
+    return lambda header: [""] * getattr(header, field), read
 
 
 def _placement_words(header: Header) -> list[str]:
@@ -187,7 +200,10 @@ def _tensor_words(header: Header) -> list[str]:
 
 
 def _read_tensor(words: list[str]) -> _Fields:
-    return {"tensor": _whole(words[0]), "pieces": words[1:] == ["pieces"]}
+    has_pieces = words[1:] == ["pieces"]
+    if has_pieces:
+        words = words[:1]
+    return {"tensor": _whole(_only(words)), "pieces": has_pieces}
 
 
 def _shares_words(header: Header) -> list[str]:
@@ -210,7 +226,7 @@ def _read_sharded(words: list[str]) -> _Fields:
     if words:
         found["shard"] = words[0]
     if len(words) > 1:
-        found["shard_slots"] = _whole(words[1])
+        found["shard_slots"] = _whole(_only(words[1:]))
     return found
 
 
@@ -218,7 +234,7 @@ _LINES: dict[str, _Line] = {
     "schedule": (lambda h: [h.schedule], lambda words: {"schedule": " ".join(words)}),
     "microbatches": _number("num_microbatches"),
     "steps": _number("num_steps"),
-    "weights": (lambda h: [h.weights.value], lambda words: {"weights": WeightRule(words[0])}),
+    "weights": (lambda h: [h.weights.value], lambda words: {"weights": WeightRule(_only(words))}),
     "placement": (_placement_words, _read_placement),
     "updates": (lambda h: [_spaced(h.updates)], lambda words: {"updates": _numbers(words)}),
     "tie": (lambda h: [_spaced(tie) for tie in h.ties], lambda words: {"ties": (_numbers(words),)}),

@@ -13,8 +13,10 @@ A run is a line of a CSV file with these columns (more are allowed):
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 
 import msgspec
@@ -29,6 +31,7 @@ from pipefit.planner.reserved import reserved_bytes, visible_bytes
 from pipefit.planner.space import positions
 from pipefit.planner.transformer import transformer_of
 from pipefit.spec import Device, Level, Topology
+from pipefit.spec.files import read_text
 from pipefit.spec.plan import RECOMPUTE, Shard, recompute_kind
 
 _STEP = 0.05
@@ -96,15 +99,16 @@ def read_runs(path: Path) -> list[tuple[MeasuredRun, dict[str, str]]]:
     Raises:
         ProfileError: a column is missing, a value is malformed, or widths do not fit the devices.
     """
-    with path.open(encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
-        needed = {"model", *_NUMBERS, "recompute", "sharded", "seconds"}
-        missing = sorted(needed - set(reader.fieldnames or ()))
-        if missing:
-            raise ProfileError(
-                f"{path}: expected the columns {', '.join(sorted(needed))}; {', '.join(missing)} missing"
-            )
-        return [(_run(path, number, line), line) for number, line in enumerate(reader, 2)]
+    reader = csv.DictReader(StringIO(read_text(path, ProfileError), newline=""))
+    try:
+        lines = list(reader)
+    except csv.Error as problem:
+        raise ProfileError(f"{path}: not CSV: {problem}") from None
+    needed = {"model", *_NUMBERS, "recompute", "sharded", "seconds"}
+    missing = sorted(needed - set(reader.fieldnames or ()))
+    if missing:
+        raise ProfileError(f"{path}: expected the columns {', '.join(sorted(needed))}; {', '.join(missing)} missing")
+    return [(_run(path, number, line), line) for number, line in enumerate(lines, 2)]
 
 
 def _run(path: Path, number: int, line: dict[str, str]) -> MeasuredRun:
@@ -112,8 +116,9 @@ def _run(path: Path, number: int, line: dict[str, str]) -> MeasuredRun:
     sizes = {}
     for name in _NUMBERS:
         text = line[name] or ""
-        if not text.isdecimal() or int(text) < 1:
-            raise ProfileError(f"{where}: {name}: expected a whole number of at least 1, got {text!r}")
+        if not re.fullmatch(r"0*[1-9][0-9]{0,8}", text):
+            got = text[:40]
+            raise ProfileError(f"{where}: {name}: expected a whole number from 1 to 999999999, got {got!r}")
         sizes[name] = int(text)
     try:
         seconds = float(line["seconds"]) if line["seconds"] else None

@@ -96,10 +96,10 @@ _PLAIN = {
 
 
 def read_text(path: str | Path, error: type[PipefitError] = PipefitError) -> str:
-    """The text of a file; a missing, too large or undecodable file is a user's error of kind `error`."""
+    """The text of a file without its byte order mark; a missing, too large or undecodable file is a user's error."""
     path = Path(path)
     try:
-        return read_limited(path, error).decode()
+        return read_limited(path, error).decode("utf-8-sig")
     except FileNotFoundError:
         raise error(f"{path}: no such file") from None
     except IsADirectoryError:

@@ -116,7 +116,7 @@ def _evict(state: _Rank, i: Instruction) -> Iterator[str]:
         state.parked.add((i.kind, i.stage, i.version))
         return
     if i.kind == _WEIGHTS:
-        yield from _kept_views(state, i)
+        yield from _left_behind(state, i)
     # The rules of values check that it is here in that version.
     state.here.pop((i.kind, i.stage), None)
     state.tier[i.kind, i.stage] = i.version
@@ -125,11 +125,18 @@ def _evict(state: _Rank, i: Instruction) -> Iterator[str]:
 def _drop(state: _Rank, i: Instruction) -> Iterator[str]:
     if not state.header.is_spilled(i.stage):
         return
-    yield from _kept_views(state, i)
+    yield from _left_behind(state, i)
     held = state.tier.get((_WEIGHTS, i.stage))
     was_here = state.here.pop((_WEIGHTS, i.stage), None)
     if was_here and held != i.version:
         yield f"w{i.version} would be lost: stage {i.stage} has stepped since the tier's w{held}; evict it"
+
+
+def _left_behind(state: _Rank, i: Instruction) -> Iterator[str]:
+    """Gradients are in the second slot of their weights, and leave before them or with a step."""
+    if (_WGRAD, i.stage) in state.here:
+        yield f"the gradients of stage {i.stage} are still in the second slot of these weights: evict them first"
+    yield from _kept_views(state, i)
 
 
 def _kept_views(state: _Rank, i: Instruction) -> Iterator[str]:
