@@ -156,9 +156,27 @@ def test_measurements_leave_no_trace_in_layers_or_the_loss(stages: Any, batch: A
     assert len(seen) == 2
 
 
-def test_a_loss_that_reads_weights_trains(batch: Any) -> None:
+@pytest.mark.parametrize("given", [False, True])
+def test_a_loss_with_a_gradient_for_weights_is_refused(given: bool, batch: Any) -> None:
+    model = flat(Layer)
+    pipe = piped(model, with_weights(model), stages=2, example=batch if given else None)
+    with pytest.raises(ModelError, match=r"a gradient for a weight of shape \[6, 6\], which would be lost"):
+        pipe.step(*batch)
+
+
+def test_a_loss_with_weights_of_its_own_is_refused(batch: Any) -> None:
+    proxies = nn.Parameter(torch.ones(6))
+    pipe = piped(flat(Layer), lambda output, y: plain(output * proxies, y), stages=2)
+    with pytest.raises(ModelError, match=r"a gradient for a weight of shape \[6\]"):
+        pipe.step(*batch)
+
+
+def test_a_loss_that_reads_weights_without_their_gradient_trains(batch: Any) -> None:
     model = Blocks(Layer)
-    piped(model, with_weights(model), stages=1, example=batch).step(*batch)
+    weight = next(model.parameters())
+    piped(model, lambda output, y: plain(output, y) + weight.detach().square().sum(), stages=1, example=batch).step(
+        *batch
+    )
 
 
 def summed(output: Tensor, y: Tensor) -> Tensor:
@@ -190,21 +208,53 @@ def test_an_example_shows_that_a_loss_is_not_the_mean_of_its_parts(
     loss: Loss, updates: pf.Updates, warns: bool, batch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     piped(flat(Layer), loss, stages=1, example=batch, updates=updates)
-    assert ("the mean of its halves, by their weights, is" in caplog.text) == warns
+    assert ("the mean of its parts, by their weights, is" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(("loss", "warns"), [(plain, False), (summed, True), (contrastive, True), (over_tokens, True)])
+def test_without_an_example_the_first_samples_show_it(
+    loss: Loss, warns: bool, batch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipe = piped(flat(Layer), loss, stages=2)
+    pipe.step(*batch)
+    pipe.step(*batch)
+    assert caplog.text.count("the mean of its parts, by their weights, is") == warns
+
+
+def test_halves_with_the_same_classes_hide_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    weights = torch.tensor([0.1, 1.0, 5.0, 1.0, 1.0, 1.0])
+    x = torch.randn(6, 6)
+    classes = torch.arange(6) % 3
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, y, weight=weights)
+
+    piped(flat(Layer), loss, stages=1, example=(x, classes))
+    assert "the mean of its parts, by their weights, is" in caplog.text
 
 
 CLASSES = torch.tensor([[0, -1, -1], [2, 1, -1], [-1, -1, -1], [1, 1, 2], [-1, -1, -1], [-1, 0, -1]])
 
 
+WEIGHTS = torch.tensor([0.1, 4.0, 1.0], dtype=torch.float64)
+
+
 @pytest.mark.parametrize("parallelism", [pf.Parallelism(), pf.Parallelism(replicas=(2, 1))])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(ignore_index=-1),
+        nn.CrossEntropyLoss(ignore_index=-1, label_smoothing=0.1),
+        nn.CrossEntropyLoss(WEIGHTS, ignore_index=-1, label_smoothing=0.1),
+        nn.NLLLoss(WEIGHTS, ignore_index=-1),
+    ],
+)
 def test_cross_entropy_is_the_mean_of_the_whole_batch_over_targets_that_count(
-    parallelism: pf.Parallelism, smoothing: float
+    parallelism: pf.Parallelism, loss: nn.Module
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 9), nn.Unflatten(1, (3, 3))).double()
     plain_model = copy.deepcopy(model)
-    loss = nn.CrossEntropyLoss(ignore_index=-1, label_smoothing=smoothing)
     x = torch.randn(6, 4, dtype=torch.float64)
     optimizer = torch.optim.SGD(plain_model.parameters(), lr=0.1)
     expected = []

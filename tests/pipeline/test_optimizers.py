@@ -311,3 +311,16 @@ def test_the_norm_counts_a_weight_once_that_two_stages_hold_under_one_name():
             parameter -= parameter.grad * 0.1 / (norm + 1e-6)
     for name, weight in alone.state_dict().items():
         assert torch.allclose(pipe.state_dict()[name], weight, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: lambda weights: torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda model: lambda weights: torch.optim.SGD([*weights, nn.Parameter(torch.ones(8, 8))], lr=0.1),
+    ],
+)
+def test_an_optimizer_of_other_weights_than_it_was_given_is_refused(make):
+    model = network()
+    with pytest.raises(PipefitError, match=r"steps a weight of shape \[8, .\] that it was not given"):
+        pf.Pipeline(model, loss=nn.functional.mse_loss, optimizer=make(model), stages=2)

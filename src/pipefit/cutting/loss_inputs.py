@@ -20,13 +20,13 @@ from pipefit.cutting.differences import worst_difference
 from pipefit.cutting.proof import seed
 from pipefit.cutting.states import States, kept_outside, own_copy
 from pipefit.errors import ModelError
-from pipefit.runtime.microbatches import Weigh, feed_of
+from pipefit.runtime.microbatches import Weigh, feed_of, largest_part
 from pipefit.runtime.session import current
 
 _log = logging.getLogger("pipefit.cut")
 
 _NO_MEAN = (
-    "the loss of the example is %.6g, but the mean of its halves, by their weights, is %.6g; several micro-batches "
+    "the loss of some outputs is %.6g, but the mean of its parts, by their weights, is %.6g; several micro-batches "
     "train by their mean: return a mean over samples, or give Updates(weigh=…), from a micro-batch's target to its "
     "weight, such as the number of tokens that count"
 )
@@ -35,13 +35,13 @@ _NO_MEAN = (
 def refuse_aside(model: Any, loss: Callable[[Any, Any], Any], example: tuple[Any, Any], weigh: Weigh | None) -> None:
     """Refuses a loss that reads what the model's forward leaves elsewhere than in its output.
 
-    It warns where the loss of the example is not the mean loss of its halves.
+    It warns where the loss is not the mean loss of the parts of a batch.
 
     Args:
         model: a `Cut`, or a sequence of layers; with all weights.
         loss: of its output and a target. An error in it, or in a forward, is left to the run.
         example: (input, target) of one batch.
-        weigh: from the target of a half to its weight; None: its number of samples.
+        weigh: from the target of a part to its weight; None: its number of samples.
 
     Raises:
         ModelError: it does.
@@ -63,7 +63,8 @@ def refuse_aside(model: Any, loss: Callable[[Any, Any], Any], example: tuple[Any
                     _run(model, both.model, other)
                 seed(0)
                 losses.append(pytree.tree_leaves(both.loss(output, own_copy(example[1]))))
-        _warn_of_no_mean(both, states, (output, example[1]), float(losses[0][0]), weigh)
+        if current().rank == 0:
+            _warn_of_no_mean(both, (output, example[1]), weigh)
     if len(losses) == 2 and worst_difference(*losses) is not None:
         raise ModelError(
             "the loss reads a value that the forward leaves elsewhere than in its output, such as an attribute of a "
@@ -72,15 +73,62 @@ def refuse_aside(model: Any, loss: Callable[[Any, Any], Any], example: tuple[Any
         )
 
 
-def _warn_of_no_mean(both: Any, states: States, batch: tuple[Any, Any], whole: float, weigh: Weigh | None) -> None:
-    """Warns where the loss of a batch, (output, target), is not the mean of those of its halves."""
-    mean = 0.0
-    for half in feed_of(own_copy(batch), 2, 0, "train", weigh):
+class FirstLoss:
+    """A loss that warns at its first call if it is not the mean of its parts.
+
+    Args:
+        loss: of an output and a target.
+        layers: which the loss may hold.
+    """
+
+    def __init__(self, loss: Callable[[Any, Any], Any], layers: nn.Module) -> None:
+        self._loss = loss
+        both: Any = nn.Module()
+        both.loss = loss
+        both.model = layers
+        self._both = both
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        """The loss."""
+        both = self._both
+        self._both = None
+        if both is not None:
+            attributes = getattr(self._loss, "__dict__", {})
+            before = dict(attributes)
+            with contextlib.suppress(Exception), kept_outside(both), torch.no_grad():
+                _warn_of_no_mean(both, (output, target), None)
+            attributes.update(before)
+        return self._loss(output, target)
+
+
+def _warn_of_no_mean(both: Any, batch: tuple[Any, Any], weigh: Weigh | None) -> None:
+    """Warns where the loss of a batch, (output, target), is not the mean of those of its parts.
+
+    An untrained model gives all samples nearly the same loss, so outputs are changed.
+    """
+    seed(0)
+    output = pytree.tree_map_only(Tensor, _changed, batch[0])
+    most = min(largest_part(output, 1), 3)
+    (whole,) = feed_of((output, own_copy(batch[1])), 1, 0, "train", weigh)
+    states = States(both)
+    found = []
+    for part in (whole, *feed_of((output, own_copy(batch[1])), most, 0, "train", weigh)):
         with states.used(states.fresh()):
             seed(0)
-            mean += half.share * float(pytree.tree_leaves(both.loss(half.input, half.target))[0])
-    if abs(whole - mean) > 1e-3 * abs(whole) and current().rank == 0:
-        _log.warning(_NO_MEAN, whole, mean)
+            found.append(part.share * float(pytree.tree_leaves(both.loss(part.input, part.target))[0]))
+    mean = sum(found[1:])
+    if abs(found[0] - mean) > 1e-3 * abs(found[0]):
+        _log.warning(_NO_MEAN, found[0], mean)
+
+
+def _changed(leaf: Tensor) -> Tensor:
+    """An output with a random factor for each number; probabilities stay between 0 and 1."""
+    if not leaf.is_floating_point():
+        return leaf
+    factor = 20
+    if leaf.amin() >= 0:
+        factor = 1
+    return leaf * torch.rand_like(leaf).mul_(factor)
 
 
 def _run(model: Any, whole: nn.Module, batch: Any) -> Any:

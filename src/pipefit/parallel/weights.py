@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipefit.errors import ModelError
 from pipefit.parallel.buckets import GradientBuckets
 from pipefit.stage.half_copies import HalfCopies
 
@@ -79,6 +80,14 @@ class Store(Protocol):
 
     def rebase(self) -> None:
         """Renumbers the newest version as 0: a program has ended, and the next one counts from 0."""
+
+    def take_changes(self) -> None:
+        """Takes the values of parameters to which other memory was assigned between two programs (`p.data = …`).
+
+        Raises:
+            ModelError: they have another shape or type.
+        """
+        return
 
     def release(self) -> None:
         """Gives every weight its own memory, where it has none; the store cannot be used afterwards."""
@@ -165,6 +174,21 @@ class WeightStore(Store):
             for parameter, data in zip(self._parameters, self._versions[version], strict=True):
                 parameter.data = data
             self._current = version
+
+    @torch.no_grad()
+    def take_changes(self) -> None:
+        """Copies parameters that have other memory now, into the memory that the optimizer changes."""
+        if self._current not in self._versions:
+            return  # they are nowhere whole
+        for parameter, data in zip(self._parameters, self._versions[self._current], strict=True):
+            if parameter.data_ptr() != data.data_ptr():
+                if (parameter.shape, parameter.dtype) != (data.shape, data.dtype):
+                    raise ModelError(
+                        f"a weight is {parameter.dtype} of shape {list(parameter.shape)} now, and had another type or "
+                        "shape when the Pipeline was made: make another Pipeline after such a change"
+                    )
+                data.copy_(parameter)
+                parameter.data = data
 
     @torch.no_grad()
     def begin_step(self, version: int, in_place: bool) -> None:

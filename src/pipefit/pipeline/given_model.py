@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pipefit.cutting import as_layers, refuse_aside
+from pipefit.cutting import FirstLoss, as_layers, refuse_aside
 from pipefit.errors import ModelError
 from pipefit.parallel import Mesh
 from pipefit.profiling.workload import Workload
@@ -21,6 +21,7 @@ from pipefit.stage.device import process_device
 from pipefit.stage.materialise import InitialiseLayer, is_meta
 from pipefit.stage.optimizing import OptimizerMaker, check_scheduler
 from pipefit.stage.precision import TF32, first_scale, half_of
+from pipefit.stage.split import joined
 from pipefit.stage.training import Loss, Training
 
 _log = logging.getLogger("pipefit.pipeline")
@@ -108,8 +109,11 @@ class GivenModel:
         """The settings that each rank of a mesh trains with."""
         work = self.work
         updates = self.updates
+        loss = mesh.loss(work.loss)
+        if work.example is None and self.weigh is None and mesh.region is None:
+            loss = FirstLoss(loss, joined(work.layers))
         return Training(
-            mesh.loss(work.loss),
+            loss,
             work.optimizer,
             updates.scheduler,
             updates.clip_norm or None,

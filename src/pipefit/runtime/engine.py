@@ -150,6 +150,7 @@ class Engine:
         self.executions = []
         for worker, transport in zip(self.workers, self.transports, strict=True):
             worker.forget_halves()  # weights may have changed since, also after a pass that has failed
+            worker.take_changes()
             transport.begin(feed)
             compiled = compile_rank(program, worker.rank)
             progress = Progress()

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
@@ -89,6 +89,28 @@ def accumulate_backward(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) 
 
 
 _engine: Any = torch.autograd.Variable._execution_engine
+
+
+def refuse_other_weights(loss: Tensor, outputs: Sequence[Tensor]) -> None:
+    """Refuses a loss that has a gradient for other weights than by the model's output: no rank would add it.
+
+    Args:
+        loss: with its graph, if it has one.
+        outputs: of the model, that need a gradient.
+
+    Raises:
+        ModelError: it has one.
+    """
+    known = set(map(id, outputs))
+    for node in _nodes_below(filter(None, [loss.grad_fn]), set()):
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
+            raise ModelError(
+                f"the loss has a gradient for a weight of shape {list(leaf.shape)}, which would be lost: a loss trains "
+                "only by the model's output. Move weights of the loss into the model's last layer, and a penalty on "
+                "weights into the optimizer (weight_decay) or the layers' output; use weights that do not train by "
+                "detach(), or freeze them by requires_grad_(False)"
+            )
 
 
 def input_half(saved: Saved, grads: Sequence[Tensor]) -> tuple[list[Tensor | None], list[WeightRun]]:

@@ -16,7 +16,15 @@ from pipefit.runtime import reducing, spill_handlers
 from pipefit.runtime.executor import Execution, Handlers
 from pipefit.runtime.finite import is_taken
 from pipefit.runtime.forwarding import on_device, run_stage, shape_of
-from pipefit.runtime.halves import Saved, WeightRun, accumulate_backward, input_half, run_backward, weight_half
+from pipefit.runtime.halves import (
+    Saved,
+    WeightRun,
+    accumulate_backward,
+    input_half,
+    refuse_other_weights,
+    run_backward,
+    weight_half,
+)
 from pipefit.runtime.transport import Message
 from pipefit.runtime.updating import count_batchnorms, reduce_norm, update_of
 from pipefit.stage.payload import flatten_any
@@ -66,6 +74,7 @@ def _loss(run: Execution, i: Instruction) -> None:
     compute = run.loss or worker.training.loss
     output = act.payload(in_float32(leaves, worker.training.half))
     loss, metrics = checked_loss(compute(output, target))
+    refuse_other_weights(loss, needed)
     share = run.feed[i.mb].share
     if share == 0:
         # It counts for nothing, even where the mean over its labels is 0/0.

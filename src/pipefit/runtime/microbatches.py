@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError
@@ -133,18 +133,23 @@ def _num_samples(batch: Any) -> int:
 
 
 def weigh_of(loss: Callable[..., Any]) -> Weigh | None:
-    """The weight that suits a loss: the targets that a mean cross entropy counts; None: samples."""
+    """The weight that suits a loss: that of the targets which a mean cross entropy counts; None: samples."""
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.reduction == "mean":
+        return partial(_counted, ignored=loss.ignore_index, classes=loss.weight)
     ignored = ignored_target(loss)
     if ignored is None:
         return None
-    return partial(_num_counted, ignored=ignored)
+    return partial(_counted, ignored=ignored)
 
 
-def _num_counted(target: Any, ignored: int) -> float:
-    """Targets that are not ignored; of targets that are no classes, the number of samples."""
-    if isinstance(target, Tensor) and not target.is_floating_point():
-        return float(target.ne(ignored).sum())
-    return _num_samples(target)
+def _counted(target: Any, ignored: int, classes: Tensor | None = None) -> float:
+    """The targets that are not ignored, by number or by the weights of their classes; others count as samples."""
+    if not isinstance(target, Tensor) or target.is_floating_point():
+        return _num_samples(target)
+    counted = target.ne(ignored)
+    if classes is None:
+        return float(counted.sum())
+    return float(classes[target[counted].to(classes.device)].sum())
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:

@@ -69,6 +69,7 @@ def _launcher(run: Execution, reduce: Instruction) -> Launch:
 def reduce_gradients(run: Execution, i: Instruction) -> None:
     """The `reduce` of a stage over its replicas: starts what its last backward has not started."""
     worker, buckets = run.worker, run.worker.buckets[i.stage]
+    buckets.hold()  # no backward has, where all weights of the stage were frozen since
     if ("launched", i.stage, i.version) not in run.values:
         buckets.begin(_launcher(run, i))
     buckets.finish()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from pipefit.errors import ModelError
 from pipefit.parallel.buckets import GradientBuckets
 from pipefit.parallel.mesh import Mesh
 from pipefit.parallel.sharded_weights import ShardedStore
@@ -65,6 +66,7 @@ class Worker:
         structures: of each output of a stage, from the first micro-batch of each shape.
         flags: for each output of a stage, whether it needs a gradient, from the first micro-batch of each shape.
         overwritten: whether a stage changes its input in place, from the first micro-batch of each shape.
+        frozen: parameters that no optimizer has, by name.
     """
 
     rank: int
@@ -83,6 +85,7 @@ class Worker:
     structures: dict[tuple[int, str], Structure] = field(default_factory=dict)
     flags: dict[tuple[int, str], Sequence[bool]] = field(default_factory=dict)
     overwritten: dict[tuple[int, str], bool] = field(default_factory=dict)
+    frozen: dict[str, nn.Parameter] = field(default_factory=dict)
     _idle: dict[int, list[tuple[nn.Parameter, Tensor]]] = field(default_factory=dict)
 
     @classmethod
@@ -135,6 +138,8 @@ class Worker:
             owned: list[Owned] = []
             worker.owned[index] = owned
             for name, parameter in stage.named_parameters():
+                if not parameter.requires_grad:
+                    worker.frozen[name] = parameter
                 # A weight that two stages of the rank share is trained by the first.
                 if parameter.requires_grad and id(parameter) not in seen:
                     seen.add(id(parameter))
@@ -184,6 +189,21 @@ class Worker:
     def process(self) -> int:
         """The number of this process in a run of one process for each part of each rank."""
         return self.rank * self.mesh.tensor + self.mesh.index
+
+    def take_changes(self) -> None:
+        """Takes what the user has changed in weights since the last program.
+
+        Raises:
+            ModelError: a weight that was frozen is to be trained, or one has another shape or type.
+        """
+        for name, parameter in self.frozen.items():
+            if parameter.requires_grad:
+                raise ModelError(
+                    f"{name} was frozen when the Pipeline was made, so no optimizer has it, but it needs a gradient "
+                    "now: make another Pipeline after requires_grad_(True)"
+                )
+        for store in self.stores.values():
+            store.take_changes()
 
     def forget_halves(self) -> None:
         """Forgets the half copies of all weights, before some of them change: stages may share one."""

@@ -73,7 +73,8 @@ class OptimizerMaker:
         """The optimizer of some parameters under their names.
 
         Raises:
-            PipefitError: the user's function gives something else, or `no_decay` meets an optimizer without decay.
+            PipefitError: the user's function gives something else, or one that steps other weights, or `no_decay`
+                meets an optimizer without decay.
         """
         given = list(named)
         if not self._takes_names:
@@ -84,6 +85,14 @@ class OptimizerMaker:
         if isinstance(made, LBFGS):
             raise PipefitError(
                 "optimizer: LBFGS computes the loss several times per step, a pipeline once; use another one"
+            )
+        known = {id(parameter) for _, parameter in named}
+        others = [one for group in made.param_groups for one in group["params"] if id(one) not in known]
+        if others:
+            raise PipefitError(
+                f"optimizer: the function's optimizer steps a weight of shape {list(others[0].shape)} that it was not "
+                "given. It is called for each stage, with weights in place of the model's own: build groups from its "
+                "argument, by name where that is named `named`: optimizer=lambda named: …"
             )
         for group in made.param_groups:
             # A sharded stage steps parts of weights, and none of them has a name.

@@ -145,7 +145,8 @@ def split(
 
     Returns:
         For each rank, its stages' layers. The first rank to hold a stage gets the user's own modules, others copies;
-        weights tied inside one rank stay one parameter.
+        a rank that shares weights with another gets copies of its modules, with copies of these weights only. Weights
+        tied inside one rank stay one parameter.
 
     Raises:
         ModelError: the partition is for another number of layers.
@@ -157,12 +158,14 @@ def split(
     for stages in held:
         mine = {stage: [layers[index] for index in partition.stages[stage].layers] for stage in stages}
         every = [layer for own in mine.values() for layer in own]
-        parameters = set(map(id, joined(every).parameters()))
-        if given & set(stages) or owned & parameters:
+        module = joined(every)
+        tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+        if given & set(stages) or owned & tensors.keys():
             # One copy for all stages of the rank, so that ties within the rank survive.
-            mine = copy.deepcopy(mine)
+            kept = {key: tensor for key, tensor in tensors.items() if key not in owned}
+            mine = copy.deepcopy(mine, kept)
         given |= set(stages)
-        owned |= parameters
+        owned |= tensors.keys()
         result.append(mine)
     return result
 

@@ -1,0 +1,168 @@
+"""What a user changes in the model between two steps counts as it does in plain torch, or is refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
+
+import pipefit as pf
+from pipefit.errors import ModelError
+
+
+class Transposed(nn.Module):
+    """A head that has the weight of another layer."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.weight = tied.weight
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+
+
+def tied():
+    model = network()
+    model.append(Transposed(model[0]))
+    return model
+
+
+def batches(count=4):
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda: torch.randn(8, 6, generator=generator, dtype=torch.float64)  # noqa: E731
+    return [(draw(), draw()) for _ in range(count)]
+
+
+def sgd(weights):
+    return torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+
+
+def piped(model, **options):
+    return pf.Pipeline(model, loss=nn.functional.mse_loss, optimizer=sgd, **({"stages": 2} | options))
+
+
+def trained(model, step, change):
+    """Losses of steps, with a change after the second one."""
+    losses = []
+    for number, batch in enumerate(batches()):
+        if number == 2:
+            change(model)
+        losses.append(step(*batch))
+    return losses
+
+
+def in_torch(model, change):
+    optimizer = sgd(model.parameters())
+
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return trained(model, step, change)
+
+
+def as_in_torch(make, change, **options):
+    model = make()
+    expected = copy.deepcopy(model)
+    pipe = piped(model, **options)
+    assert trained(model, pipe.step, change) == pytest.approx(in_torch(expected, change), rel=1e-12)
+    found = pipe.state_dict()
+    pipe.close()
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-12, atol=1e-14)
+
+
+def nothing(model):
+    pass
+
+
+def by_a_vector(model):
+    vector_to_parameters(parameters_to_vector(model.parameters()) / 2, model.parameters())
+
+
+def by_other_types(model):
+    model.float()
+    model.double()
+
+
+def by_pruning(model):
+    prune.l1_unstructured(model[2], "weight", 0.5)
+    prune.remove(model[2], "weight")
+
+
+@torch.no_grad()
+def in_place(model):
+    for parameter in model.parameters():
+        parameter.div_(2)
+
+
+def frozen(model):
+    model[0].requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [by_a_vector, by_other_types, by_pruning])
+def test_other_memory_of_weights_counts(change):
+    as_in_torch(network, change)
+
+
+def test_in_one_process_the_model_has_the_weights_of_stages_that_share_some():
+    as_in_torch(tied, nothing, stages=[3, 3])
+
+
+@pytest.mark.parametrize("change", [in_place, frozen])
+def test_changes_in_place_count(change):
+    as_in_torch(network, change)
+
+
+@pytest.mark.parametrize("shard", ["gradients", "weights"])
+def test_a_stage_can_be_frozen_where_copies_share(shard):
+    model = network()
+    pipe = piped(model, parallelism=pf.Parallelism(replicas=2, shard=shard), stages=[2, 3])
+    pipe.step(*batches(1)[0])
+    for worker in pipe.workers:  # in one process each copy of a stage has modules of its own
+        for own in worker.owned.get(0, ()):
+            own.parameter.requires_grad_(False)
+    before = pipe.state_dict()
+    pipe.step(*batches(1)[0])
+    assert pipe.state_dict()["0.weight"].equal(before["0.weight"])
+    assert not pipe.state_dict()["4.weight"].equal(before["4.weight"])
+
+
+def unfrozen(model):
+    model[0].requires_grad_(True)
+
+
+def of_another_type(model):
+    model[0].float()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (unfrozen, "0.weight was frozen when the Pipeline was made"),
+        (of_another_type, r"is torch.float32 of shape \[6, 6\] now"),
+    ],
+)
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_change_that_would_be_lost_is_refused(change, message, fits):
+    model = network()
+    if change is unfrozen:
+        frozen(model)
+    pipe = piped(model)
+    pipe.step(*batches(1)[0])
+    change(model)
+    with pytest.raises(ModelError, match=message):
+        if fits:
+            pipe.fit(batches())
+        else:
+            pipe.step(*batches(1)[0])
