@@ -22,6 +22,7 @@ from pipefit.cutting.states import States, kept_outside, own_copy
 from pipefit.errors import ModelError
 from pipefit.runtime.microbatches import Weigh, feed_of, largest_part
 from pipefit.runtime.session import current
+from pipefit.stage.device import random_state_kept
 
 _log = logging.getLogger("pipefit.cut")
 
@@ -95,7 +96,12 @@ class FirstLoss:
         if both is not None:
             attributes = getattr(self._loss, "__dict__", {})
             before = dict(attributes)
-            with contextlib.suppress(Exception), kept_outside(both), torch.no_grad():
+            leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+            # The check seeds the generators of all devices.
+            kept = contextlib.ExitStack()
+            with contextlib.suppress(Exception), kept, torch.no_grad():
+                kept.enter_context(random_state_kept(leaves[0].device))
+                kept.enter_context(kept_outside(both))
                 _warn_of_no_mean(both, (output, target), None)
             attributes.update(before)
         return self._loss(output, target)
