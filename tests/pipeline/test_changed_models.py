@@ -146,11 +146,31 @@ def of_another_type(model):
     model[0].float()
 
 
+def other_layer(model):
+    model[2] = nn.Identity()
+
+
+def further_layer(model):
+    model.append(nn.Tanh())
+
+
+def fewer_layers(model):
+    del model[1]
+
+
+def hooked(model):
+    model.register_forward_hook(lambda module, given, output: output * 2)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (unfrozen, "0.weight was frozen when the Pipeline was made"),
         (of_another_type, r"is torch.float32 of shape \[6, 6\] now"),
+        (other_layer, "other layers than when the Pipeline was made"),
+        (further_layer, "other layers than when the Pipeline was made"),
+        (fewer_layers, "other layers than when the Pipeline was made"),
+        (hooked, "a forward or hooks of its own"),
     ],
 )
 @pytest.mark.parametrize("fits", [False, True])
