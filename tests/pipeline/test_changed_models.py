@@ -186,3 +186,25 @@ def test_a_change_that_would_be_lost_is_refused(change, message, fits):
             pipe.fit(batches())
         else:
             pipe.step(*batches(1)[0])
+
+
+class Detached(nn.Module):
+    def forward(self, x):
+        return x.detach()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_border_that_no_gradient_crosses_is_reported_once(schedule, caplog):
+    model = network()
+    model.insert(2, Detached())
+    pipe = piped(model, stages=[2, 1, 3], schedule=schedule)
+    for batch in batches(2):
+        pipe.step(*batch)
+    assert caplog.text.count("stage 1 gives no gradient to the stages before it") == 1
+    assert caplog.text.count("gives no gradient") == 1
+
+
+def test_a_border_of_which_some_samples_give_no_gradient_is_not_reported(caplog):
+    pipe = piped(network(), stages=[2, 3], updates=pf.Updates(weigh=lambda y: float(y[0, 0] > 0)))
+    pipe.step(*batches(1)[0])
+    assert "gives no gradient" not in caplog.text
