@@ -208,3 +208,27 @@ def test_a_border_of_which_some_samples_give_no_gradient_is_not_reported(caplog)
     pipe = piped(network(), stages=[2, 3], updates=pf.Updates(weigh=lambda y: float(y[0, 0] > 0)))
     pipe.step(*batches(1)[0])
     assert "gives no gradient" not in caplog.text
+
+
+class Embeds(nn.Module):
+    def __init__(self, kind=nn.Embedding):
+        super().__init__()
+        self.table = kind(8, 6, max_norm=0.1)
+
+    def forward(self, x):
+        return self.table(x.abs().clamp(0, 7).long()).view(len(x), -1, 6).mean(1)
+
+
+def embedded(kind=nn.Embedding):
+    torch.manual_seed(0)
+    return nn.Sequential(Embeds(kind), nn.Linear(6, 6)).double()
+
+
+def test_a_forward_that_changes_weights_trains_on_one_copy():
+    as_in_torch(embedded, nothing)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_forward_that_changes_weights_is_refused_on_several_copies(kind):
+    with pytest.raises(ModelError, match=r"stage 0: 0.table has max_norm, .* each copy of the stage"):
+        piped(embedded(kind), parallelism=pf.Parallelism(replicas=2))
