@@ -9,6 +9,7 @@ from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 
 import pipefit as pf
 from pipefit.errors import ModelError
+from pipefit.spec.options import Spilled
 
 
 class Transposed(nn.Module):
@@ -232,3 +233,18 @@ def test_a_forward_that_changes_weights_trains_on_one_copy():
 def test_a_forward_that_changes_weights_is_refused_on_several_copies(kind):
     with pytest.raises(ModelError, match=r"stage 0: 0.table has max_norm, .* each copy of the stage"):
         piped(embedded(kind), parallelism=pf.Parallelism(replicas=2))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_other_memory_of_a_spilled_weight_is_refused(name):
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1), nn.Linear(1, 5), nn.Linear(5, 6)).double()
+    pipe = piped(model, stages=4, spill=Spilled())
+    for batch in batches(2):
+        pipe.step(*batch)
+    pipe.evaluate(batches(1))
+    pipe.load_state_dict(pipe.state_dict())
+    pipe.step(*batches(1)[0])
+    weight = getattr(model[1], name)
+    weight.data = torch.zeros_like(weight)
+    with pytest.raises(ModelError, match="stage 1 was changed between two steps, when its weights are on the host"):
+        pipe.step(*batches(1)[0])
