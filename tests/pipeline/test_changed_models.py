@@ -235,8 +235,14 @@ def test_a_forward_that_changes_weights_is_refused_on_several_copies(kind):
         piped(embedded(kind), parallelism=pf.Parallelism(replicas=2))
 
 
+@torch.no_grad()
+def other_memory(weight):
+    weight.data = torch.zeros_like(weight)
+
+
+@pytest.mark.parametrize("change", [other_memory, nn.init.zeros_])
 @pytest.mark.parametrize("name", ["weight", "bias"])
-def test_other_memory_of_a_spilled_weight_is_refused(name):
+def test_a_change_of_a_spilled_weight_is_refused(name, change):
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1), nn.Linear(1, 5), nn.Linear(5, 6)).double()
     pipe = piped(model, stages=4, spill=Spilled())
     for batch in batches(2):
@@ -244,7 +250,6 @@ def test_other_memory_of_a_spilled_weight_is_refused(name):
     pipe.evaluate(batches(1))
     pipe.load_state_dict(pipe.state_dict())
     pipe.step(*batches(1)[0])
-    weight = getattr(model[1], name)
-    weight.data = torch.zeros_like(weight)
+    change(getattr(model[1], name))
     with pytest.raises(ModelError, match="stage 1 was changed between two steps, when its weights are on the host"):
         pipe.step(*batches(1)[0])
