@@ -9,6 +9,7 @@ from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 
 import pipefit as pf
 from pipefit.errors import ModelError
+from pipefit.spec.options import Spilled
 
 
 class Transposed(nn.Module):
@@ -146,11 +147,31 @@ def of_another_type(model):
     model[0].float()
 
 
+def other_layer(model):
+    model[2] = nn.Identity()
+
+
+def further_layer(model):
+    model.append(nn.Tanh())
+
+
+def fewer_layers(model):
+    del model[1]
+
+
+def hooked(model):
+    model.register_forward_hook(lambda module, given, output: output * 2)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (unfrozen, "0.weight was frozen when the Pipeline was made"),
         (of_another_type, r"is torch.float32 of shape \[6, 6\] now"),
+        (other_layer, "other layers than when the Pipeline was made"),
+        (further_layer, "other layers than when the Pipeline was made"),
+        (fewer_layers, "other layers than when the Pipeline was made"),
+        (hooked, "a forward or hooks of its own"),
     ],
 )
 @pytest.mark.parametrize("fits", [False, True])
@@ -166,3 +187,69 @@ def test_a_change_that_would_be_lost_is_refused(change, message, fits):
             pipe.fit(batches())
         else:
             pipe.step(*batches(1)[0])
+
+
+class Detached(nn.Module):
+    def forward(self, x):
+        return x.detach()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_border_that_no_gradient_crosses_is_reported_once(schedule, caplog):
+    model = network()
+    model.insert(2, Detached())
+    pipe = piped(model, stages=[2, 1, 3], schedule=schedule)
+    for batch in batches(2):
+        pipe.step(*batch)
+    assert caplog.text.count("stage 1 gives no gradient to the stages before it") == 1
+    assert caplog.text.count("gives no gradient") == 1
+
+
+def test_a_border_of_which_some_samples_give_no_gradient_is_not_reported(caplog):
+    pipe = piped(network(), stages=[2, 3], updates=pf.Updates(weigh=lambda y: float(y[0, 0] > 0)))
+    pipe.step(*batches(1)[0])
+    assert "gives no gradient" not in caplog.text
+
+
+class Embeds(nn.Module):
+    def __init__(self, kind=nn.Embedding):
+        super().__init__()
+        self.table = kind(8, 6, max_norm=0.1)
+
+    def forward(self, x):
+        return self.table(x.abs().clamp(0, 7).long()).view(len(x), -1, 6).mean(1)
+
+
+def embedded(kind=nn.Embedding):
+    torch.manual_seed(0)
+    return nn.Sequential(Embeds(kind), nn.Linear(6, 6)).double()
+
+
+def test_a_forward_that_changes_weights_trains_on_one_copy():
+    as_in_torch(embedded, nothing)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_forward_that_changes_weights_is_refused_on_several_copies(kind):
+    with pytest.raises(ModelError, match=r"stage 0: 0.table has max_norm, .* each copy of the stage"):
+        piped(embedded(kind), parallelism=pf.Parallelism(replicas=2))
+
+
+@torch.no_grad()
+def other_memory(weight):
+    weight.data = torch.zeros_like(weight)
+
+
+@pytest.mark.parametrize("change", [other_memory, nn.init.zeros_])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_change_of_a_spilled_weight_is_refused(name, change):
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1), nn.Linear(1, 5), nn.Linear(5, 6)).double()
+    pipe = piped(model, stages=4, spill=Spilled())
+    for batch in batches(2):
+        pipe.step(*batch)
+    pipe.evaluate(batches(1))
+    pipe.load_state_dict(pipe.state_dict())
+    pipe.step(*batches(1)[0])
+    change(getattr(model[1], name))
+    with pytest.raises(ModelError, match="stage 1 was changed between two steps, when its weights are on the host"):
+        pipe.step(*batches(1)[0])

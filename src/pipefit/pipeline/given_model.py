@@ -21,7 +21,7 @@ from pipefit.stage.device import process_device
 from pipefit.stage.materialise import InitialiseLayer, is_meta
 from pipefit.stage.optimizing import OptimizerMaker, check_scheduler
 from pipefit.stage.precision import TF32, first_scale, half_of
-from pipefit.stage.split import joined
+from pipefit.stage.split import joined, named_layers
 from pipefit.stage.training import Loss, Training
 
 _log = logging.getLogger("pipefit.pipeline")
@@ -38,6 +38,7 @@ class GivenModel:
         loss_scale: the first scale of the loss; None: it is not scaled.
         initialise: the model's own function to draw a layer's weights; None: it has none.
         updates: settings of the weight updates.
+        model: the user's own.
     """
 
     work: Workload
@@ -46,6 +47,7 @@ class GivenModel:
     loss_scale: float | None
     initialise: InitialiseLayer | None
     updates: Updates
+    model: Any
 
     @classmethod
     def of(
@@ -103,7 +105,22 @@ class GivenModel:
         )
         loss_scale = first_scale(half, precision.loss_scale)
         initialise = getattr(model, "initialise_layer", None)
-        return cls(work, weigh, made.is_proved, loss_scale, initialise, updates)
+        return cls(work, weigh, made.is_proved, loss_scale, initialise, updates, model)
+
+    def check_layers(self) -> None:
+        """Checks that a sequence still has the layers of which the pipeline was made.
+
+        Raises:
+            ModelError: it has others, or hooks of its own.
+        """
+        layers = self.work.layers
+        if not isinstance(self.model, torch.nn.Module) or hasattr(layers[0].module, "through"):
+            return  # the layers are in a list, or the model was cut and its own forward runs
+        if [layer.module for layer in named_layers(self.model)] != [layer.module for layer in layers]:
+            raise ModelError(
+                "the model has other layers than when the Pipeline was made, which would not be used: make another one "
+                "after a layer is added, removed or replaced"
+            )
 
     def training(self, mesh: Mesh) -> Training:
         """The settings that each rank of a mesh trains with."""

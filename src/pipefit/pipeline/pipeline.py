@@ -132,7 +132,7 @@ class Pipeline:
             self.engine = assemble(programs.shortest(), agreed, given, mesh, self.training, session, spill)
             self._position = LoaderPosition(updates.seed)
             self.state = RunState(self._position)
-            self.loop = TrainingLoop(self.engine, given.weigh, self._after_updates, self.state)
+            self.loop = TrainingLoop(self.engine, given, self._after_updates, self.state)
             self.comparison = DataComparison(session, self.state)
             self.recovery: Recovery | None = None
             self.follow(agreed, programs, session)

@@ -17,6 +17,7 @@ from pipefit.errors import DataError, ModelError, NonFiniteLossError, PipefitErr
 from pipefit.ir.program import Program
 from pipefit.pipeline.batches import BatchStream, size_of
 from pipefit.pipeline.callbacks import Callbacks, Record
+from pipefit.pipeline.given_model import GivenModel
 from pipefit.pipeline.losses import PendingLosses
 from pipefit.pipeline.nonfinite import finite, refusal
 from pipefit.pipeline.step_figures import HeldMemory, own_figures
@@ -25,7 +26,7 @@ from pipefit.runtime.engine import Engine
 from pipefit.runtime.executor import Execution
 from pipefit.runtime.finite import all_finite
 from pipefit.runtime.malloc import in_use
-from pipefit.runtime.microbatches import Feed, Weigh, feed_of, pair_of
+from pipefit.runtime.microbatches import Feed, feed_of, pair_of
 from pipefit.runtime.transport import Ending
 from pipefit.runtime.updating import gradient_norm
 from pipefit.schedules.registry import Schedule
@@ -75,7 +76,7 @@ class TrainingLoop:
 
     Args:
         engine: the ranks of this process.
-        weigh: from a micro-batch's target to its weight in its batch.
+        given: the model, and the weights of micro-batches.
         on_updates: called after each pass.
         state: of the run; the loop advances it.
 
@@ -91,12 +92,13 @@ class TrainingLoop:
     def __init__(
         self,
         engine: Engine,
-        weigh: Weigh | None,
+        given: GivenModel,
         on_updates: Callable[[], None],
         state: RunState,
     ) -> None:
         self._engine = engine
-        self._weigh = weigh
+        self._given = given
+        self._weigh = given.weigh
         self._on_updates = on_updates
         self._stop = engine.session.stop
         self._state = state
@@ -271,6 +273,7 @@ class TrainingLoop:
 
     def start(self, num_steps: int, feed: Feed, sizes: Sequence[tuple[int, int]], began: float, x: Any = None) -> _Pass:
         """Checks an input, and runs a program over the micro-batches of some updates; its losses are being sent."""
+        self._given.check_layers()
         first = self._state.num_updates
         runs = self._run(num_steps, feed, x)
         losses = self._committed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -30,6 +31,14 @@ from pipefit.runtime.updating import count_batchnorms, reduce_norm, update_of
 from pipefit.stage.payload import flatten_any
 from pipefit.stage.precision import in_float32, narrowed
 from pipefit.stage.training import checked_loss
+
+_log = logging.getLogger("pipefit.runtime")
+
+_UNREACHED = (
+    "stage %d gives no gradient to the stages before it, as after detach(): the gradients of their weights are zeros, "
+    "by which weight decay and momentum still change them, while plain torch has none and leaves them as they are; "
+    "freeze them: requires_grad_(False)"
+)
 
 
 def _load(run: Execution, i: Instruction) -> None:
@@ -129,6 +138,10 @@ def _whole(grads: Sequence[Tensor | None], leaves: Sequence[Any]) -> Message:
 
 def _crossing(run: Execution, i: Instruction, grads: Sequence[Tensor | None], leaves: Sequence[Any]) -> Message:
     """The gradients of a stage's inputs, in the type in which these came."""
+    unreached = run.worker.unreached
+    if leaves and i.stage not in unreached and not any(grad is not None for grad in grads):
+        unreached.add(i.stage)
+        _log.warning(_UNREACHED, i.stage)
     message = _whole(grads, leaves)
     flags = [True] * len(message.leaves)
     return Message(narrowed(message.leaves, flags, run.worker.stages[i.stage].half))

@@ -67,6 +67,7 @@ class Worker:
         flags: for each output of a stage, whether it needs a gradient, from the first micro-batch of each shape.
         overwritten: whether a stage changes its input in place, from the first micro-batch of each shape.
         frozen: parameters that no optimizer has, by name.
+        unreached: stages that gave no gradient to the one before them.
     """
 
     rank: int
@@ -86,6 +87,7 @@ class Worker:
     flags: dict[tuple[int, str], Sequence[bool]] = field(default_factory=dict)
     overwritten: dict[tuple[int, str], bool] = field(default_factory=dict)
     frozen: dict[str, nn.Parameter] = field(default_factory=dict)
+    unreached: set[int] = field(default_factory=set)
     _idle: dict[int, list[tuple[nn.Parameter, Tensor]]] = field(default_factory=dict)
 
     @classmethod

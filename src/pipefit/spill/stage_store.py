@@ -276,6 +276,14 @@ class SpilledStore(Store):
         assert WEIGHTS in self._slots, f"stage {self.stage} is not on the device"
         assert version == self._version, f"stage {self.stage}: version {self._version} is there, not {version}"
 
+    def take_changes(self) -> None:
+        """Refuses changes of parameters whose numbers are in the records."""
+        if WEIGHTS not in self._slots and self._marks() != self._unbound:
+            raise ModelError(
+                f"a parameter of stage {self.stage} was changed between two steps, when its weights are on the host or "
+                "on disk, so the change would be lost: change weights with load_state_dict of the Pipeline"
+            )
+
     def begin_step(self, version: int, in_place: bool) -> None:
         """Passes the gradients to the optimizer, which works in the slots once they are no longer being written."""
         self.at(version)
@@ -408,6 +416,11 @@ class SpilledStore(Store):
     def _unbind(self) -> None:
         for parameter, field in zip(self._moved, self.layout.fields, strict=True):
             self.point(parameter, absent(field, self._device))
+        self._unbound = self._marks()
+
+    def _marks(self) -> list[tuple[int, int]]:
+        """Numbers that differ after a change of its parameters."""
+        return [(parameter.data_ptr(), parameter._version) for parameter in self._moved]
 
     def _gather_gradients(self) -> None:
         """Moves gradients that autograd did not make, such as zeros of a reduction, to their place."""

@@ -135,7 +135,18 @@ class Stage:
             operation.inplace = False
 
     def replicate(self) -> None:
-        """Notes that there are several copies of the stage: a forward must not change buffers that are saved."""
+        """Notes that there are several copies of the stage: a forward must not change weights or saved buffers.
+
+        Raises:
+            ModelError: an embedding with `max_norm` would.
+        """
+        for layer in self.layers:
+            for path, module in modules_of(layer.module, layer.prefix):
+                if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+                    raise ModelError(
+                        f"stage {self.index}: {path} has max_norm, by which a forward changes weights, and each copy "
+                        "of the stage would change its own: give it one copy (replicas), or leave out max_norm"
+                    )
         self._is_replicated = True
         self._buffers = [one for one in self._buffers if one[2] not in one[1]._non_persistent_buffers_set]
         for norm in self.batchnorms:
