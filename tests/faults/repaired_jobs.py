@@ -23,7 +23,7 @@ from pipefit.pipeline import pipeline as module
 from pipefit.pipeline.loggers import csv_log
 from pipefit.pipeline.programs import Programs
 from pipefit.planner import plan_without
-from pipefit.runtime import repairs
+from pipefit.runtime import notes
 from pipefit.runtime.distributed import DistributedTransport
 from pipefit.runtime.progress import TOGETHER
 from pipefit.runtime.repairs import InterruptedUnitError
@@ -98,7 +98,7 @@ def train(place: str, options: dict[str, Any], faults: list[Fault]) -> Trained:
 
 def train_over_late_connections(place: str, options: dict[str, Any], faults: list[Fault]) -> Trained:
     """Trains as `train` does; connections are there only after a loss was reported, and all were shut down."""
-    shut_down = repairs.shut_down
+    shut_down = notes.shut_down
     calls: list[set[int]] = []
 
     def late(before: set[int]) -> None:
@@ -106,7 +106,7 @@ def train_over_late_connections(place: str, options: dict[str, Any], faults: lis
         if len(calls) > 1:
             shut_down(before)
 
-    repairs.shut_down = late
+    notes.shut_down = late
     return train(place, options, faults)
 
 
