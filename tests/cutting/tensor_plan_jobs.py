@@ -84,16 +84,12 @@ def case(kind, fields, options, processes):
 def outcomes(names, processes):
     """This process's part of some cases."""
     cases = {2: TWO, 4: FOUR}[processes]
-    return [run_pipeline(case(*cases[name], processes)) for name in names], refused() if processes == 2 else ""
+    return [run_pipeline(case(*cases[name], processes)) for name in names]
 
 
-def refused():
-    """The message of a pipeline whose model has a plan that forgets a weight."""
-    try:
-        run_pipeline(case("ApertusForCausalLM", SIZES, {}, 2))
-    except PipefitError as problem:
-        return str(problem)
-    return ""
+def train_forgetful():
+    """Trains a model with a plan that forgets a weight."""
+    run_pipeline(case("ApertusForCausalLM", SIZES, {}, 2))
 
 
 def sgd(parameters):

@@ -35,6 +35,24 @@ def test_an_error_that_one_rank_catches_is_raised_by_the_others_and_nobody_goes_
     assert shared in str(problem.value)
 
 
+def test_nobody_goes_on_after_a_step_on_other_values(tmp_path: Path):
+    """The weights have had a step on a mixed batch, which a script that caught the error once kept."""
+    with pytest.raises(LaunchError, match="cannot go on"):
+        launch(jobs.train_on_other_values, 2, str(tmp_path / "it"), "step", threads=1, quiet=True, deadline_s=60)
+    for rank in range(2):
+        first, then = (tmp_path / f"it-{rank}").read_text().splitlines()
+        assert first.startswith("DataError: checksum of the batch: rank 0 has ")
+        shared = first.removeprefix("DataError: ")
+        assert then == f"CommunicationError: {shared}; after it this run cannot go on: start it again"
+
+
+def test_ranks_go_on_after_an_evaluation_on_other_values(tmp_path: Path):
+    launch(jobs.train_on_other_values, 2, str(tmp_path / "it"), "evaluate", threads=1, quiet=True, deadline_s=60)
+    for rank in range(2):
+        assert (tmp_path / f"it-{rank}").read_text().startswith("DataError: checksum of the batch: rank 0 has ")
+        assert len((tmp_path / f"it-{rank}").read_text().splitlines()) == 1
+
+
 def test_ranks_that_fail_alike_go_on(tmp_path: Path):
     one, other = launch(jobs.fail_alike, 2, str(tmp_path / "none"), threads=1, quiet=True, deadline_s=60)
     assert one == other and len(one) == 4

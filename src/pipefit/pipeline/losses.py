@@ -21,6 +21,7 @@ from pipefit.runtime.collectives import check_alike, exchange, start_sum
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.executor import Execution
 from pipefit.runtime.microbatches import Weigh, feed_of, pair_of
+from pipefit.runtime.notes import Note
 from pipefit.runtime.progress import LOSS
 from pipefit.runtime.worker import evaluating
 from pipefit.schedules.forward import forward_only
@@ -81,10 +82,15 @@ class PendingLosses:
         self._session.notes.check()
         requested, wanted, marks, of_marks, *more = self._table[-_MORE:].tolist()
         values, of_values, known, newcomers, of_newcomers = more
-        if marks**2 != of_marks * self._num_ranks:
-            compare(self._shapes)
-        if values**2 != of_values * known:
-            check_alike(self._session, lambda: {"checksum of the batch": self._shapes.values}, DataError, CURE)
+        try:
+            if marks**2 != of_marks * self._num_ranks:
+                compare(self._shapes)
+            if values**2 != of_values * known:
+                check_alike(self._session, lambda: {"checksum of the batch": self._shapes.values}, DataError, CURE)
+        except DataError as problem:
+            if torch.is_grad_enabled():  # in an evaluation it is not
+                self._session.notes.last = Note(0, True, "DataError", str(problem))
+            raise
         self._session.stop.agreed |= requested > 0
         self._session.stop.ended |= wanted > 0
         self._session.door.agree(newcomers, of_newcomers, self._num_ranks)

@@ -7,7 +7,7 @@
     rank 0   step() ─► waits for rank 1 ─► finds the note ─► step() raises an error that names both calls
 
 A note counts until the next roll call, in which all ranks meet. After an error in a pass a rank does not go on, because
-messages of the others are under way.
+messages of the others are under way; nor after a step on batches that differed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Notes:
         self._looks: Counter[Position] = Counter()
 
     def check(self) -> None:
-        """Refuses to go on after an error in a pass.
+        """Refuses to go on after an error in a pass, or a step on batches that differed.
 
         Raises:
             CommunicationError: there was one.
