@@ -1,4 +1,4 @@
-"""What a user changes in the model between two steps counts as it does in plain torch, or is refused."""
+"""Changes of a model between two steps train as in plain torch, or are refused."""
 
 import copy
 
@@ -36,8 +36,8 @@ def tied():
 
 def batches(count=4):
     generator = torch.Generator().manual_seed(1)
-    draw = lambda: torch.randn(8, 6, generator=generator, dtype=torch.float64)  # noqa: E731
-    return [(draw(), draw()) for _ in range(count)]
+    drawn = torch.randn(count, 2, 8, 6, generator=generator, dtype=torch.float64)
+    return [(x, y) for x, y in drawn]
 
 
 def sgd(weights):

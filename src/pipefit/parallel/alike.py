@@ -30,6 +30,7 @@ LINE = 512  # bytes
 
 _MOST_NAMED = 3
 _BITS = 0x3FFF
+"""The bits of a checksum that ranks add up: 14, so that sums of squares are exact."""
 _SAMPLED = 256
 """Elements of a tensor of a batch that ranks compare: another order or a batch left out changes nearly all of them."""
 
@@ -45,7 +46,7 @@ class Shapes(NamedTuple):
     Attributes:
         first: number of its first micro-batch since training began.
         text: types and shapes of its tensors, and its plain values.
-        checksum: of the batch and those before it in the same pass: 14 bits, so that sums of squares are exact.
+        checksum: of the batch and those before it in the same pass.
         values: the same of some values of their tensors; 0: some are on a GPU, which would be waited for.
     """
 
@@ -58,7 +59,7 @@ class Shapes(NamedTuple):
     def of(cls, batch: Any, first: int = 0, before: Shapes | None = None) -> Shapes:
         """The shapes of a batch that comes after another."""
         text = described(batch)
-        before = before or NONE
+        before = before or NO_BATCH
         checksum = zlib.crc32(text.encode(), before.checksum)
         return cls(first, text, checksum & _BITS, _values(batch, before.values))
 
@@ -69,7 +70,7 @@ class Shapes(NamedTuple):
         return torch.frombuffer(bytearray(text.ljust(LINE)[:LINE]), dtype=torch.uint8)
 
 
-NONE = Shapes(0, "", 0, 1)
+NO_BATCH = Shapes(0, "", 0, 1)
 
 
 def _values(batch: Any, before: int) -> int:

@@ -31,7 +31,7 @@ class DataComparison:
 
     Attributes:
         session: of the run now.
-        is_due: whether the next batch that is given by itself is compared.
+        is_due: whether ranks compare the next batch of `step`.
         enters: takes the first batch of a process that enters the run, where the others do not begin; see `meet`.
     """
 

@@ -13,7 +13,7 @@ import torch
 
 from pipefit.errors import DataError, ModelError
 from pipefit.ir.program import Header
-from pipefit.parallel.alike import CURE, NONE, Shapes, compare
+from pipefit.parallel.alike import CURE, NO_BATCH, Shapes, compare
 from pipefit.parallel.waiting import finish
 from pipefit.pipeline.batches import samples_of
 from pipefit.pipeline.callbacks import Record
@@ -41,7 +41,7 @@ class PendingLosses:
         # numbers of the newcomers of which ranks know.
         own = extra if engine.mesh.is_first else (0.0,) * len(extra)
         stop = engine.session.stop
-        self._shapes = runs[0].feed[num_steps * num_microbatches - 1].batch or NONE
+        self._shapes = runs[0].feed[num_steps * num_microbatches - 1].batch or NO_BATCH
         mark, values = self._shapes.checksum, self._shapes.values
         extra = (*own, stop.requested, stop.wanted, mark, mark**2, values, values**2, values > 0)
         newcomer = engine.session.door.known

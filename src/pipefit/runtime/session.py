@@ -463,14 +463,14 @@ def leave() -> None:
             _session.notes.check()
             _session.settle()
             with _session.at(LEAVING):
-                for finish in _session.before_leaving:
-                    finish()
+                for end in _session.before_leaving:
+                    end()
                 _session.roll_call(LEAVE)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        for finish in _session.after_leaving:
-            finish()
+        for end in _session.after_leaving:
+            end()
         if _session.watchdog is not None:
             _session.watchdog.stop()
         _session = None
