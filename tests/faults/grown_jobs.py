@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.faults.dying_jobs import SHAPES, SHARED
 from tests.runtime import jobs
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -20,7 +21,6 @@ from pipefit.pipeline.loggers import csv_log
 from pipefit.runtime.meeting import ENTERED, MEMORY
 from pipefit.runtime.session import Session, current
 
-COPIES: dict[str, Any] = {"replicas": 2, "microbatches": 4}
 RANKS = 4
 STEPS = 3
 """With all ranks, before the next one dies or the training ends."""
@@ -110,7 +110,9 @@ def loader_of() -> DataLoader[Any]:
     return DataLoader(samples, batch_size=8, shuffle=True)
 
 
-def train(place: str, deaths: Sequence[int], steps: int = 100_000, outside: str = "") -> Grown:
+def train(
+    place: str, deaths: Sequence[int], steps: int = 100_000, outside: str = "", shape: str = "1f1b"
+) -> Grown:
     """Trains in double precision, with all that a run does besides.
 
     Args:
@@ -119,6 +121,7 @@ def train(place: str, deaths: Sequence[int], steps: int = 100_000, outside: str 
         steps: the most.
         outside: what a process that is started again does: "hang" before it makes its pipeline, or "die" when the
             others let it enter; "": it enters.
+        shape: see `SHAPES` and `SHARED`.
     """
     Path(place, f"{os.getpid()}.pid").write_text(os.environ.get(MEMORY, ""))
     alone = None
@@ -126,11 +129,13 @@ def train(place: str, deaths: Sequence[int], steps: int = 100_000, outside: str 
         alone = Path(place, "alone")
     if current().is_outside:
         _suffer(outside, alone)
-    pipe = pipeline_of(**COPIES)
+    pipe = pipeline_of(**(SHAPES | SHARED)[shape])
     best = EarlyStopping(pipe, 1000, f"{place}/best")
     life = Life(pipe, deaths, alone)
     saves = Checkpoints(pipe, f"{place}/checkpoints", every=1, keep=0)
-    callbacks = [saves, csv_log(f"{place}/log.csv"), best, EMA(pipe, 0.5), life]
+    callbacks = [saves, csv_log(f"{place}/log.csv"), best, life]
+    if shape in SHAPES:
+        callbacks.insert(3, EMA(pipe, 0.5))
     held_out = [(x.double(), y) for x, y in jobs.batches(1)]
     losses = pipe.fit(loader_of(), steps, callbacks=callbacks, held_out=held_out, evaluate_every=2)
     losses.append(pipe.evaluate(held_out))
@@ -147,9 +152,9 @@ def _suffer(outside: str, alone: Path | None) -> None:
         pytest.MonkeyPatch().setattr(Session, "_renumbered", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def losses_from(checkpoint: Path, steps: int) -> list[float]:
+def losses_from(checkpoint: Path, steps: int, shape: str) -> list[float]:
     """Losses of an undisturbed training from a checkpoint on."""
-    pipe = pipeline_of(**COPIES)
+    pipe = pipeline_of(**(SHAPES | SHARED)[shape])
     pipe.load(checkpoint)
     return pipe.fit(loader_of(), steps)
 

@@ -12,17 +12,19 @@ from pipefit.runtime.launch import launch
 pytestmark = pytest.mark.dist
 
 
-def grown(place: Path, deaths: list[int], outside: str = "", recover: int = 2) -> list[Grown]:
+def grown(
+    place: Path, deaths: list[int], outside: str = "", recover: int = 2, shape: str = "1f1b"
+) -> list[Grown]:
     """The results of a run; no process of it is left, and nothing in the machine's memory."""
     options: dict[str, Any] = {"folder": place / "logs", "quiet": True, "recover": recover, "deadline_s": 20}
-    found = launch(train, RANKS, str(place), deaths, 100_000, outside, grow=True, **options)
+    found = launch(train, RANKS, str(place), deaths, 100_000, outside, shape, grow=True, **options)
     for path in place.glob("*.pid"):
         assert not is_running(int(path.stem))
         assert not Path(path.read_text()).exists()
     return found
 
 
-def check_numbers(found: list[Grown], place: Path, is_restarted: bool = False) -> None:
+def check_numbers(found: list[Grown], place: Path, is_restarted: bool = False, shape: str = "1f1b") -> None:
     """Checks losses, weights and the log of a run against an undisturbed one in this process.
 
     After a restart the best evaluation begins anew.
@@ -30,7 +32,7 @@ def check_numbers(found: list[Grown], place: Path, is_restarted: bool = False) -
     steps = len(found[0].losses) - 1
     undisturbed = place / "undisturbed"
     undisturbed.mkdir()
-    whole = train(str(undisturbed), [], steps)
+    whole = train(str(undisturbed), [], steps, shape=shape)
     for one in found:
         assert one.losses == found[0].losses == pytest.approx(whole.losses, rel=1e-10, abs=1e-12)
         if not is_restarted:
@@ -39,10 +41,11 @@ def check_numbers(found: list[Grown], place: Path, is_restarted: bool = False) -
     assert steps_in(place / "log.csv") == list(range(1, steps + 1))
 
 
-def test_lost_ranks_come_back_while_the_others_train(tmp_path, caplog):
+@pytest.mark.parametrize("shape", ["1f1b", "optimizer", "weights"])
+def test_lost_ranks_come_back_while_the_others_train(tmp_path, caplog, shape):
     """First the rank that writes logs and begins checkpoints, then another one."""
-    found = grown(tmp_path, [0, 3])
-    check_numbers(found, tmp_path)
+    found = grown(tmp_path, [0, 3], shape=shape)
+    check_numbers(found, tmp_path, shape=shape)
     assert len(found) == RANKS
     # Two processes have never ended, and two are new.
     began = [min(one.ranks) for one in found]
@@ -59,7 +62,7 @@ def test_lost_ranks_come_back_while_the_others_train(tmp_path, caplog):
     # After the last entry the losses are those that the same plan gives from the same state, to the bit.
     step = max(began) - 1
     losses = found[0].losses[:-1]
-    assert losses_from(tmp_path / "checkpoints" / f"step-{step:06}", len(losses) - step) == losses[step:]
+    assert losses_from(tmp_path / "checkpoints" / f"step-{step:06}", len(losses) - step, shape) == losses[step:]
 
 
 def test_nobody_waits_for_a_process_that_hangs_before_its_fit(tmp_path, caplog):

@@ -20,7 +20,7 @@ from pipefit.errors import CommunicationError, PipefitError, is_lost_peer
 from pipefit.pipeline.callbacks import Callbacks
 from pipefit.pipeline.facts import structure_of
 from pipefit.pipeline.rearrange import rearrange, why_stays
-from pipefit.pipeline.repairable import why_fixed, why_not
+from pipefit.pipeline.repairable import why_lost, why_not
 from pipefit.planner import plan_without
 from pipefit.runtime.collectives import exchange
 from pipefit.runtime.faults import note
@@ -55,10 +55,19 @@ class Growing:
             return "the training is not in the first fit of one pipeline"
         if pipe.rebalancer is not None:
             return "layers move between the ranks (rebalance)"
-        if why := why_fixed(self._whole):
+        if why := why_lost(self._whole):
             return why
+        if self._whole.tensor > 1:
+            return f"ranks share layers (tensor={self._whole.tensor})"
+        if self._shares and (pipe.recovery.every != 1 or pipe.loop.callbacks.moving):
+            return "copies of a stage share its weights, and not all of each step is copied in memory"
         reasons = [why_stays(layer) for layer in pipe.layers]
         return next(filter(None, reasons), "")
+
+    @property
+    def _shares(self) -> bool:
+        """Whether copies of a stage share its weights or states."""
+        return self._whole.shard != "none"
 
     def _facts(self) -> list[Any]:
         """The facts that a process must have in common with the others before it enters."""
@@ -81,11 +90,23 @@ class Growing:
         why = self._why_not()
         if not why and repairs.door.facts != self._facts():
             why = "its model or its number of steps is another one"
+        if not why and self._shares:
+            self._copy()
         repairs.say(DOOR, (number, why))
         with session.progress.waiting():
             entry = repairs.door.wait(number)
         if entry is not None:
             _certainly(self._admit, entry, state, batch)
+
+    def _copy(self) -> None:
+        """Copies the training in memory, unless each rank knows that this was done after the last change."""
+        pipe = self._pipe
+
+        def is_newest() -> bool:
+            return pipe.plan.shard != "none" and pipe.recovery.memory.is_newest()
+
+        if not all(current().unit(lambda: exchange(current(), is_newest()))):
+            pipe.recovery.memory.keep()
 
     def _admit(self, entry: Entry, state: dict[str, Any], batch: Any) -> None:
         pipe = self._pipe
@@ -102,7 +123,7 @@ class Growing:
             "verified": pipe.verified,
         }
         exchange(session, data)
-        rearrange(pipe, without(pipe, self._whole, entry.absent), session)
+        rearrange(pipe, without(pipe, self._whole, entry.absent), session, is_restored=self._shares)
         self._end(batch)
         if before == 0:
             facts = {"entered": session.num_ranks, "step": pipe.num_updates, "start": session.num_faults}
@@ -124,6 +145,8 @@ class Growing:
     def _enter(self, entry: Entry) -> None:
         pipe = self._pipe
         # Its own weights are those of the beginning.
+        for worker in pipe.workers:
+            worker.let_go()
         pipe.engine.workers = []
         forget_others(pipe.layers, set())
         pipe.loop.callbacks = Callbacks(pipe.recovery.first.callbacks, current().stop)
@@ -136,7 +159,7 @@ class Growing:
         session.progress.passes = data["passes"]
         _repairs().commits = data["commits"]
         self._whole = msgspec.convert(data["plan"], Plan)
-        rearrange(pipe, without(pipe, self._whole, entry.absent), session)
+        rearrange(pipe, without(pipe, self._whole, entry.absent), session, is_restored=self._shares)
 
     # ---- all -------------------------------------------------------------------------------------------------------
 
