@@ -25,6 +25,9 @@ RANKS = 4
 STEPS = 3
 """With all ranks, before the next one dies or the training ends."""
 
+MOST = 1500
+"""Steps after which a training ends in any case."""
+
 
 class Grown(NamedTuple):
     """The results of a rank.
@@ -71,6 +74,8 @@ class Life:
         is_whole = session.num_ranks == RANKS
         self.ranks[record.step] = session.num_ranks
         self._steps[entered, is_whole] += 1
+        if record.step >= MOST:
+            return STOP
         if not is_whole:
             time.sleep(0.02)
             while self._alone is not None and not self._alone.exists():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from tests.faults.dying_jobs import SHAPES, num_sockets
+from tests.faults.dying_jobs import SHAPES, SHARED, num_sockets
 from tests.faults.grown_jobs import is_running, loader_of, pipeline_of
 from tests.runtime import jobs
 from torch import Tensor
@@ -56,7 +56,7 @@ class Job(NamedTuple):
     """A training.
 
     Attributes:
-        shape: see `SHAPES`.
+        shape: see `SHAPES` and `SHARED`.
         faults: that come.
         every: steps between checkpoints.
         pauses: whether the training pauses after each step; else a loss is read while the next step runs.
@@ -189,7 +189,7 @@ def grow(job: Job, place: str, full: int) -> Trained:
     if is_new:
         Path(place, f"{os.getpid()}.new").touch()
     suffering = Suffering(place, job.faults)
-    pipe = pipeline_of(**SHAPES[job.shape])
+    pipe = pipeline_of(**(SHAPES | SHARED)[job.shape])
     entries = _watched(suffering)
     suffering.at(START)
     life: Any = Life(pipe, place, suffering, full)
@@ -231,7 +231,7 @@ def _watched(suffering: Suffering) -> list[float]:
 
 def undisturbed(shape: str, steps: int, factor: float = 1.0) -> tuple[list[float], list[dict[str, Tensor]]]:
     """Losses, and weights after each step, of the same training in this process; `factor` as in `pipeline_of`."""
-    pipe = pipeline_of(factor, **SHAPES[shape])
+    pipe = pipeline_of(factor, **(SHAPES | SHARED)[shape])
     weights: list[dict[str, Tensor]] = []
 
     class Keeping:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.faults.dying_jobs import RANKS, SHAPES
+from tests.faults.dying_jobs import RANKS, SHAPES, SHARED
 from tests.faults.grown_jobs import steps_in
 from tests.faults.late_jobs import (
     ENTRY,
@@ -36,6 +36,9 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(3600)]
 
 ALL = os.environ.get("PIPEFIT_TRIALS") == "all"
 GROWTHS = 132 if ALL else 2 * len(SHAPES)
+OF_SHARED = 10 if ALL else 1
+"""Growths of each shape whose copies share something."""
+
 MOVES = 66 if ALL else len(SHAPES)
 SIGNALS = (*[signal.SIGKILL] * 4, signal.SIGSTOP)
 USUAL: dict[str, Any] = {"threads": 1, "quiet": True, "recover": 4, "deadline_s": 6}
@@ -68,7 +71,7 @@ class Trials:
     """The trials of a shape, one after the other.
 
     Args:
-        shape: see `SHAPES`.
+        shape: see `SHAPES` and `SHARED`.
         place: a folder for their files.
         train: a function of `late_jobs`.
         options: of the launch.
@@ -162,13 +165,15 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def numbers(shape: str, most: int) -> range:
     """The seeds of a shape's trials."""
+    if shape in SHARED:
+        return range(2000, 2000 + OF_SHARED)
     return range(list(SHAPES).index(shape), most, len(SHAPES))
 
 
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *SHARED])
 def test_a_run_that_grows_survives_faults_at_random_moments(shape: str, trial, tmp_path: Path) -> None:
     trials = Trials(shape, tmp_path, grow, grow=True)
     (new,) = [one for one in trials.plain([Fault(1, False, "step 2", 0.0)]) if one.is_new]
@@ -176,7 +181,8 @@ def test_a_run_that_grows_survives_faults_at_random_moments(shape: str, trial, t
         job = growth(number, shape, new.outside_s, new.meeting_s)
         ending, wrong, unlike = trials.wrong(str(number), job)
         what = f"trial {number}: {job}: {wrong}, {unlike}"
-        trial(f"faults while a run grows, {ending}", what, well=not wrong, resumed=not unlike)
+        kind = "copies that share grow" if shape in SHARED else "a run grows"
+        trial(f"faults while {kind}, {ending}", what, well=not wrong, resumed=not unlike)
 
 
 @pytest.mark.slow
