@@ -18,12 +18,20 @@ from torch.utils.data import DataLoader
 from pipefit import STOP, Checkpoints, Pipeline
 from pipefit.pipeline.callbacks import EMA, EarlyStopping, Record
 from pipefit.pipeline.loggers import csv_log
+from pipefit.pipeline.rearrange import rearrange
+from pipefit.planner import by_hand
 from pipefit.runtime.meeting import ENTERED, MEMORY
 from pipefit.runtime.session import Session, current
+from pipefit.spec import Plan
 
 RANKS = 4
 STEPS = 3
 """With all ranks, before the next one dies or the training ends."""
+
+MOVED = "moved"
+"""A training whose layers move in its second step, from three in each stage."""
+
+ALL = SHAPES | SHARED | {MOVED: {"rebalance": True, **SHAPES["1f1b"]}}
 
 MOST = 1500
 """Steps after which a training ends in any case."""
@@ -70,6 +78,8 @@ class Life:
         session = self._pipe.session
         if not session.is_distributed:
             return None
+        if record.step == 2 and self._pipe.rebalancer is not None:
+            rearrange(self._pipe, moved_plan())
         entered = int(os.environ.get(ENTERED, "0"))
         is_whole = session.num_ranks == RANKS
         self.ranks[record.step] = session.num_ranks
@@ -89,6 +99,11 @@ class Life:
         if is_whole and session.rank == self._deaths[entered]:
             os.kill(os.getpid(), signal.SIGKILL)
         return None
+
+
+def moved_plan() -> Plan:
+    """A plan with other stages."""
+    return by_hand(6, num_ranks=RANKS, replicas=(2, 2), schedule="1f1b", num_microbatches=4, stages=[2, 4])
 
 
 def gentle(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -126,7 +141,7 @@ def train(
         steps: the most.
         outside: what a process that is started again does: "hang" before it makes its pipeline, or "die" when the
             others let it enter; "": it enters.
-        shape: see `SHAPES` and `SHARED`.
+        shape: see `SHAPES`, `SHARED` and `MOVED`.
     """
     Path(place, f"{os.getpid()}.pid").write_text(os.environ.get(MEMORY, ""))
     alone = None
@@ -134,12 +149,15 @@ def train(
         alone = Path(place, "alone")
     if current().is_outside:
         _suffer(outside, alone)
-    pipe = pipeline_of(**(SHAPES | SHARED)[shape])
+    options = dict(ALL[shape])
+    if not current().is_distributed:
+        options.pop("rebalance", None)
+    pipe = pipeline_of(**options)
     best = EarlyStopping(pipe, 1000, f"{place}/best")
     life = Life(pipe, deaths, alone)
     saves = Checkpoints(pipe, f"{place}/checkpoints", every=1, keep=0)
     callbacks = [saves, csv_log(f"{place}/log.csv"), best, life]
-    if shape in SHAPES:
+    if shape not in SHARED:
         callbacks.insert(3, EMA(pipe, 0.5))
     held_out = [(x.double(), y) for x, y in jobs.batches(1)]
     losses = pipe.fit(loader_of(), steps, callbacks=callbacks, held_out=held_out, evaluate_every=2)
@@ -159,7 +177,7 @@ def _suffer(outside: str, alone: Path | None) -> None:
 
 def losses_from(checkpoint: Path, steps: int, shape: str) -> list[float]:
     """Losses of an undisturbed training from a checkpoint on."""
-    pipe = pipeline_of(**(SHAPES | SHARED)[shape])
+    pipe = pipeline_of(**({"plan": moved_plan()} if shape == MOVED else ALL[shape]))
     pipe.load(checkpoint)
     return pipe.fit(loader_of(), steps)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.grown_jobs import RANKS, STEPS, Grown, are_close, is_running, losses_from, steps_in, train
+from tests.faults.grown_jobs import MOVED, RANKS, STEPS, Grown, are_close, is_running, losses_from, steps_in, train
 
 from pipefit.runtime.faults import noted
 from pipefit.runtime.launch import launch
@@ -41,7 +41,7 @@ def check_numbers(found: list[Grown], place: Path, is_restarted: bool = False, s
     assert steps_in(place / "log.csv") == list(range(1, steps + 1))
 
 
-@pytest.mark.parametrize("shape", ["1f1b", "optimizer", "weights"])
+@pytest.mark.parametrize("shape", ["1f1b", "optimizer", "weights", MOVED])
 def test_lost_ranks_come_back_while_the_others_train(tmp_path, caplog, shape):
     """First the rank that writes logs and begins checkpoints, then another one."""
     found = grown(tmp_path, [0, 3], shape=shape)

@@ -53,8 +53,6 @@ class Growing:
         pipe = self._pipe
         if len(current().trainings) > 1 or pipe.recovery is None or pipe.recovery.first is None:
             return "the training is not in the first fit of one pipeline"
-        if pipe.rebalancer is not None:
-            return "layers move between the ranks (rebalance)"
         if why := why_lost(self._whole):
             return why
         if self._whole.tensor > 1:
@@ -63,6 +61,11 @@ class Growing:
             return "copies of a stage share its weights, and not all of each step is copied in memory"
         reasons = [why_stays(layer) for layer in pipe.layers]
         return next(filter(None, reasons), "")
+
+    def leave(self, plan: Plan) -> None:
+        """Notes the plan that the ranks leave at a loss; the last one with all ranks is taken again."""
+        if plan.num_processes == self._whole.num_processes:
+            self._whole = plan
 
     @property
     def _shares(self) -> bool:
@@ -124,6 +127,8 @@ class Growing:
         }
         exchange(session, data)
         rearrange(pipe, without(pipe, self._whole, entry.absent), session, is_restored=self._shares)
+        if pipe.rebalancer is not None:
+            pipe.rebalancer.policy = None  # the process that enters has none
         self._end(batch)
         if before == 0:
             facts = {"entered": session.num_ranks, "step": pipe.num_updates, "start": session.num_faults}
@@ -149,7 +154,10 @@ class Growing:
             worker.let_go()
         pipe.engine.workers = []
         forget_others(pipe.layers, set())
-        pipe.loop.callbacks = Callbacks(pipe.recovery.first.callbacks, current().stop)
+        callbacks = list(pipe.recovery.first.callbacks)
+        if pipe.rebalancer is not None:
+            callbacks.append(pipe.rebalancer)
+        pipe.loop.callbacks = Callbacks(callbacks, current().stop)
         session = current().with_newcomer(entry)
         data = next(filter(None, exchange(session, None)))
         pipe.state.resume(data["step"], SimpleNamespace(**data["state"]))

@@ -101,6 +101,7 @@ class Repair:
         session = current().without(loss)
         assert pipe is not None and session.repairs is not None
         following = self._following
+        self.growing.leave(pipe.plan)
         rearrange(pipe, following.plan, session, following, is_restored=pipe.plan.shard != "none")
         self._known = len(session.repairs.losses)
         session.repairs.listen(why_not(pipe.plan))
