@@ -130,9 +130,7 @@ def loader_of() -> DataLoader[Any]:
     return DataLoader(samples, batch_size=8, shuffle=True)
 
 
-def train(
-    place: str, deaths: Sequence[int], steps: int = 100_000, outside: str = "", shape: str = "1f1b"
-) -> Grown:
+def train(place: str, deaths: Sequence[int], steps: int = 100_000, outside: str = "", shape: str = "1f1b") -> Grown:
     """Trains in double precision, with all that a run does besides.
 
     Args:

@@ -12,9 +12,7 @@ from pipefit.runtime.launch import launch
 pytestmark = pytest.mark.dist
 
 
-def grown(
-    place: Path, deaths: list[int], outside: str = "", recover: int = 2, shape: str = "1f1b"
-) -> list[Grown]:
+def grown(place: Path, deaths: list[int], outside: str = "", recover: int = 2, shape: str = "1f1b") -> list[Grown]:
     """The results of a run; no process of it is left, and nothing in the machine's memory."""
     options: dict[str, Any] = {"folder": place / "logs", "quiet": True, "recover": recover, "deadline_s": 20}
     found = launch(train, RANKS, str(place), deaths, 100_000, outside, shape, grow=True, **options)
