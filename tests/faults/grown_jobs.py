@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.faults.dying_jobs import SHAPES, SHARED
+from tests.faults.dying_jobs import RANKS, SHAPES, SHARED
 from tests.runtime import jobs
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -24,7 +24,6 @@ from pipefit.runtime.meeting import ENTERED, MEMORY
 from pipefit.runtime.session import Session, current
 from pipefit.spec import Plan
 
-RANKS = 4
 STEPS = 3
 """With all ranks, before the next one dies or the training ends."""
 
@@ -67,21 +66,22 @@ class Life:
 
     every = 1
 
-    def __init__(self, pipe: Any, deaths: Sequence[int], alone: Path | None) -> None:
+    def __init__(self, pipe: Any, deaths: Sequence[int], alone: Path | None, full: int) -> None:
         self._pipe = pipe
         self._deaths = deaths
         self._alone = alone
+        self._full = full
         self._steps: Counter[tuple[int, bool]] = Counter()
         self.ranks: dict[int, int] = {}
 
     def step(self, record: Record) -> Any:
         session = self._pipe.session
-        if not session.is_distributed:
+        if session.repairs is None:
             return None
         if record.step == 2 and self._pipe.rebalancer is not None:
             rearrange(self._pipe, moved_plan())
         entered = int(os.environ.get(ENTERED, "0"))
-        is_whole = session.num_ranks == RANKS
+        is_whole = session.num_ranks == self._full
         self.ranks[record.step] = session.num_ranks
         self._steps[entered, is_whole] += 1
         if record.step >= MOST:
@@ -103,7 +103,7 @@ class Life:
 
 def moved_plan() -> Plan:
     """A plan with other stages."""
-    return by_hand(6, num_ranks=RANKS, replicas=(2, 2), schedule="1f1b", num_microbatches=4, stages=[2, 4])
+    return by_hand(6, num_ranks=4, replicas=(2, 2), schedule="1f1b", num_microbatches=4, stages=[2, 4])
 
 
 def gentle(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -152,7 +152,7 @@ def train(place: str, deaths: Sequence[int], steps: int = 100_000, outside: str 
         options.pop("rebalance", None)
     pipe = pipeline_of(**options)
     best = EarlyStopping(pipe, 1000, f"{place}/best")
-    life = Life(pipe, deaths, alone)
+    life = Life(pipe, deaths, alone, RANKS.get(shape, 4))
     saves = Checkpoints(pipe, f"{place}/checkpoints", every=1, keep=0)
     callbacks = [saves, csv_log(f"{place}/log.csv"), best, life]
     if shape not in SHARED:

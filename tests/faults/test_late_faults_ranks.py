@@ -160,6 +160,13 @@ def loss_of_a_move(number: int, shape: str, seconds: float) -> Job:
     return Job(shape, faults, dice.choice((1, 2, 5)), by_stage=dice.random() < 0.5)
 
 
+def growth_of_shared(number: int, shape: str, outside_s: float, meeting_s: float) -> Job:
+    """A rank that is lost after a step, which is then in memory, and up to two more faults."""
+    job = growth(number, shape, outside_s, meeting_s)
+    first = job.faults[0]._replace(anchor=f"step {random.Random(number).randint(1, 6)}")
+    return job._replace(faults=[first, *job.faults[1:]])
+
+
 def growth_of_moved(number: int, shape: str, outside_s: float, meeting_s: float) -> Job:
     """A rank that is lost after layers have moved, or while they do, and up to two more faults."""
     job = growth(3000 + number, shape, outside_s, meeting_s)
@@ -189,8 +196,9 @@ def numbers(shape: str, most: int) -> range:
 def test_a_run_that_grows_survives_faults_at_random_moments(shape: str, trial, tmp_path: Path) -> None:
     trials = Trials(shape, tmp_path, grow, grow=True)
     (new,) = [one for one in trials.plain([Fault(1, False, "step 2", 0.0)]) if one.is_new]
+    make = growth_of_shared if shape in SHARED else growth
     for number in numbers(shape, GROWTHS):
-        job = growth(number, shape, new.outside_s, new.meeting_s)
+        job = make(number, shape, new.outside_s, new.meeting_s)
         ending, wrong, unlike = trials.wrong(str(number), job)
         what = f"trial {number}: {job}: {wrong}, {unlike}"
         kind = "copies that share grow" if shape in SHARED else "a run grows"

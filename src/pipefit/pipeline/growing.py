@@ -79,12 +79,28 @@ class Growing:
 
     # ---- the ranks -------------------------------------------------------------------------------------------------
 
+    def saved(self) -> dict[str, Any]:
+        """The state of the training, before a process may enter. Every rank calls it.
+
+        Where copies of a stage share weights, a copy in memory has the same state. It was made after the step, unless
+        the ranks share nothing now, or something was changed since.
+        """
+        pipe = self._pipe
+
+        def is_newest() -> bool:
+            return pipe.plan.shard != "none" and pipe.recovery.memory.is_newest()
+
+        if self._shares and pipe.recovery.memory is not None:
+            if not all(current().unit(lambda: exchange(current(), is_newest()))):
+                pipe.recovery.memory.keep()
+        return dict(pipe.state.saved())
+
     def admit(self, number: int, state: dict[str, Any], batch: Any) -> None:
         """Lets a process enter between two steps. Every rank calls it.
 
         Args:
             number: of its announcement.
-            state: of the training, before the next batch was drawn.
+            state: that `saved` returned.
             batch: the next one.
         """
         session = current()
@@ -93,23 +109,11 @@ class Growing:
         why = self._why_not()
         if not why and repairs.door.facts != self._facts():
             why = "its model or its number of steps is another one"
-        if not why and self._shares:
-            self._copy()
         repairs.say(DOOR, (number, why))
         with session.progress.waiting():
             entry = repairs.door.wait(number)
         if entry is not None:
             _certainly(self._admit, entry, state, batch)
-
-    def _copy(self) -> None:
-        """Copies the training in memory, unless each rank knows that this was done after the last change."""
-        pipe = self._pipe
-
-        def is_newest() -> bool:
-            return pipe.plan.shard != "none" and pipe.recovery.memory.is_newest()
-
-        if not all(current().unit(lambda: exchange(current(), is_newest()))):
-            pipe.recovery.memory.keep()
 
     def _admit(self, entry: Entry, state: dict[str, Any], batch: Any) -> None:
         pipe = self._pipe
