@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(3600)]
 
 ALL = os.environ.get("PIPEFIT_TRIALS") == "all"
 GROWTHS = 132 if ALL else 2 * len(SHAPES)
-OF_SHARED = 10 if ALL else 1
+OF_SHARED = 8 if ALL else 1
 """Growths of each shape whose copies share something."""
 
 GROWTHS_OF_MOVED = 44 if ALL else len(SHAPES)
