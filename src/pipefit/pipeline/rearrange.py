@@ -8,7 +8,7 @@ follow      the pipeline takes the plan; layers that other processes have now ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -48,24 +48,12 @@ from pipefit.pipeline.request import fitted
 from pipefit.runtime.collectives import agree, attempt, exchange
 from pipefit.runtime.progress import MEETING
 from pipefit.runtime.session import Session
-from pipefit.runtime.worker import Stepped, Worker
+from pipefit.runtime.worker import Stepped, Worker, layers_of
 from pipefit.spec import Plan
 from pipefit.stage.accelerator import settle
 from pipefit.stage.materialise import forget_others, give_memory
 from pipefit.stage.split import NamedLayer, split
 from pipefit.stage.ties import tied_parameters
-
-
-class Rearranged(NamedTuple):
-    """A rearrangement that was made.
-
-    Attributes:
-        num_layers: layers of which some process got weights, counted once for each process.
-        sent_bytes: by this process, of weights, buffers, states of optimizers and averages.
-    """
-
-    num_layers: int
-    sent_bytes: float
 
 
 class _Next(NamedTuple):
@@ -74,13 +62,13 @@ class _Next(NamedTuple):
     Attributes:
         plan: with what it says about this model.
         programs: of the plan; the shortest is proved.
-        ranks: that this process will run.
+        ranks_of: each process, that it will run.
         session: of the processes that will run it.
     """
 
     plan: Plan
     programs: Programs
-    ranks: list[int]
+    ranks_of: list[list[int]]
     session: Session
 
 
@@ -93,7 +81,6 @@ class _Moved(NamedTuple):
         arrived: of it, what other processes have sent.
         records: the numbers of all optimizers and schedules; of those about one weight, the last one counts.
         modes: for each layer, whether each of its modules is in training mode.
-        sent_bytes: by this process.
     """
 
     first: Mapping[str, str]
@@ -101,7 +88,6 @@ class _Moved(NamedTuple):
     arrived: Belongings
     records: Sequence[Optimization]
     modes: Mapping[int, Sequence[bool]]
-    sent_bytes: float
 
 
 def rearrange(
@@ -110,7 +96,7 @@ def rearrange(
     session: Session | None = None,
     proved: Programs | None = None,
     is_restored: bool = False,
-) -> Rearranged:
+) -> None:
     """Lets a pipeline go on by another plan, with the same numbers. Every process of the plan must call it.
 
     It is called between two steps of a synchronous schedule, also in a callback. A process keeps the tensors that it
@@ -140,13 +126,10 @@ def rearrange(
     with session.at(MEETING):
         following, held = _prepared(pipe, plan, session, proved, is_restored)
         header = following.programs.shortest().header
-        ranks_of = [following.ranks]
-        if session.is_distributed:
-            ranks_of = [[process // plan.tensor] for process in range(session.num_ranks)]
-        now = [_layers_of(following.plan, header, ranks) for ranks in ranks_of]
+        now = [_layers_of(following.plan, header, ranks) for ranks in following.ranks_of]
         moves = moves_of(pipe.layers, held, now)
-        gains = {(layer, process) for process, own in enumerate(now) for layer in own if layer not in held[process]}
-        copies = _checked_sources(pipe, session, moves, {layer for layer, _ in gains}, is_restored)
+        gained = {layer for own, before in zip(now, held, strict=True) for layer in own if layer not in before}
+        copies = _checked_sources(pipe, session, moves, gained, is_restored)
         for worker in pipe.workers:
             worker.mesh.meet_again()
             worker.forget_pass()
@@ -154,7 +137,7 @@ def rearrange(
                 worker.let_go()
         own = now[session.rank]
         give_memory([layer for layer in pipe.layers if layer.index in own], pipe.device, pipe.layers)
-        moved = _moved(pipe, session, moves, bool(gains))
+        moved = _moved(pipe, session, moves, bool(gained))
         if is_restored:
             # Those of this process may be of a step that was not committed.
             moved = moved._replace(records=())
@@ -170,7 +153,6 @@ def rearrange(
         for take in takers:
             take()
         _follow(pipe, following, workers, moved)
-    return Rearranged(len(gains), moved.sent_bytes)
 
 
 # ---- prepare -------------------------------------------------------------------------------------------------------
@@ -183,8 +165,8 @@ def _prepared(
     found: list[_Next] = []
 
     def prepare() -> dict[str, Any]:
-        if session is pipe.session:
-            _refuse_unmovable(pipe, plan)
+        if session is pipe.session and (why := why_fixed(pipe.plan) or why_fixed(plan)):
+            raise PlanError(f"rearrange: {why}; save, and load the checkpoint into a new pipeline")
         if pipe.engine.is_lost and not is_restored:
             raise PlanError("rearrange: a step has failed after some of its updates; load a checkpoint from before")
         own = fitted(plan, pipe.given.work, session)
@@ -192,16 +174,16 @@ def _prepared(
         if programs is None or programs.plan != own:
             programs = Programs(own, pipe.training, pipe.layers, None)
         program = programs.shortest()
-        ranks = list(range(program.header.num_ranks))
+        ranks_of = [list(range(program.header.num_ranks))]
         if session.is_distributed:
-            ranks = [session.rank // plan.tensor]
-        found.append(_Next(own, programs, ranks, session))
+            ranks_of = [[process // plan.tensor] for process in range(session.num_ranks)]
+        found.append(_Next(own, programs, ranks_of, session))
         state = pipe.state.saved()
         alike = facts_of_plan(own) | {"program": program.digest, "step": pipe.num_updates}
         alike |= {"micro-batches trained": state["ordinal"], "loss scale": state["loss_scale"]}
-        held = {layer.index for worker in pipe.workers for stage in worker.stages.values() for layer in stage.layers}
-        if is_restored:
-            held = set()
+        held = set()
+        if not is_restored:
+            held = {layer.index for layer in layers_of(pipe.workers)}
         return {"alike": alike, "held": sorted(held), "metrics": pipe.engine.metric_names}
 
     every = agree(session, attempt(prepare), PlanError)
@@ -213,17 +195,6 @@ def _prepared(
     return found[0], [own["held"] for own in every]
 
 
-def _refuse_unmovable(pipe: Any, plan: Plan) -> None:
-    """Refuses plans that a live pipeline cannot leave or take.
-
-    Raises:
-        PlanError: it cannot go on by the plan.
-    """
-    for one in (pipe.plan, plan):
-        if why := why_fixed(one):
-            raise PlanError(f"rearrange: {why}; save, and load the checkpoint into a new pipeline")
-
-
 def _layers_of(plan: Plan, header: Header, ranks: Sequence[int]) -> list[int]:
     """The layers of some ranks of a plan."""
     stages = {stage for rank in ranks for stage in header.stages_of(rank)}
@@ -231,7 +202,7 @@ def _layers_of(plan: Plan, header: Header, ranks: Sequence[int]) -> list[int]:
 
 
 def _checked_sources(
-    pipe: Any, session: Session, moves: Sequence[Move], gained: Collection[int], is_restored: bool = False
+    pipe: Any, session: Session, moves: Sequence[Move], gained: Collection[int], is_restored: bool
 ) -> Here:
     """The copies of the last step in the memory of this machine, where no process has some of what moves.
 
@@ -249,9 +220,8 @@ def _checked_sources(
             forget_newer(pipe.recovery.folder, step)
 
     def check() -> None:
-        for layer in pipe.layers:
-            if layer.index in gained and (why := why_stays(layer)):
-                raise PlanError(why)
+        if why := why_stay(layer for layer in pipe.layers if layer.index in gained):
+            raise PlanError(why)
         # Buffers that no state holds stay in every process, unless the model was made without memory.
         absent = {name for layer in pipe.layers for name, tensor in named_tensors(layer) if tensor.is_meta}
         if is_restored:
@@ -269,14 +239,15 @@ def _checked_sources(
     return copies
 
 
-def why_stays(layer: NamedLayer) -> str:
-    """The reason why a layer cannot move, a state that is in no plain parameter or buffer; "": it can."""
-    for module in layer.module.modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            return f"layer {layer.name} cannot move: its {type(module).__name__} has an extra state"
-    for name, parameter in layer.module.named_parameters(prefix=layer.prefix):
-        if type(parameter) is not nn.Parameter:
-            return f"layer {layer.name} cannot move: {name} is a {type(parameter).__name__}"
+def why_stay(layers: Iterable[NamedLayer]) -> str:
+    """The reason why one of some layers cannot move, a state that is in no plain parameter or buffer; "": all can."""
+    for layer in layers:
+        for module in layer.module.modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                return f"layer {layer.name} cannot move: its {type(module).__name__} has an extra state"
+        for name, parameter in layer.module.named_parameters(prefix=layer.prefix):
+            if type(parameter) is not nn.Parameter:
+                return f"layer {layer.name} cannot move: {name} is a {type(parameter).__name__}"
     return ""
 
 
@@ -297,16 +268,16 @@ def _moved(pipe: Any, session: Session, moves: Sequence[Move], gains: bool) -> _
     records = [record for worker in pipe.workers for record in optimization_of(worker, worker.stages)]
     modes = _modes_of(pipe.workers)
     if not gains:
-        return _Moved(first, mine, {}, records, modes, 0.0)
+        return _Moved(first, mine, {}, records, modes)
     gone = {move.name for move in moves if move.source == session.rank}
     every = exchange(session, [forms_of(mine, gone), msgspec.to_builtins(records), list(modes.items())])
     places = {first[name]: tensor for layer in pipe.layers for name, tensor in named_tensors(layer)}
-    arrived, sent_bytes = exchange_tensors(session, moves, mine, places, [forms for forms, _, _ in every])
+    arrived = exchange_tensors(session, moves, mine, places, [forms for forms, _, _ in every])
     for _, theirs, their_modes in every:
         # Of records about one weight the last one counts, which is this process's own.
         records = [*msgspec.convert(theirs, list[Optimization]), *records]
         modes = dict(their_modes) | modes
-    return _Moved(first, mine | arrived, arrived, records, modes, sent_bytes)
+    return _Moved(first, mine | arrived, arrived, records, modes)
 
 
 @torch.no_grad()
@@ -327,12 +298,7 @@ def _with_copies(pipe: Any, session: Session, moves: Sequence[Move], moved: _Mov
 
 def _modes_of(workers: Sequence[Worker]) -> dict[int, list[bool]]:
     """Whether each module of each layer is in training mode."""
-    found = {}
-    for worker in workers:
-        for stage in worker.stages.values():
-            for layer in stage.layers:
-                found[layer.index] = [module.training for module in layer.module.modules()]
-    return found
+    return {layer.index: [module.training for module in layer.module.modules()] for layer in layers_of(workers)}
 
 
 # ---- build ---------------------------------------------------------------------------------------------------------
@@ -362,8 +328,9 @@ def _built(
     mesh = next((worker.mesh for worker in pipe.workers), Mesh())
     workers = []
     takers = []
-    parts = split(pipe.layers, plan.partition, [header.stages_of(rank) for rank in following.ranks])
-    for rank, part in zip(following.ranks, parts, strict=True):
+    ranks = following.ranks_of[following.session.rank]
+    parts = split(pipe.layers, plan.partition, [header.stages_of(rank) for rank in ranks])
+    for rank, part in zip(ranks, parts, strict=True):
         for layer in chain.from_iterable(part.values()):
             _fill(layer, moved)
         worker = worker_of(rank, part, plan, ties, pipe.training, pipe.device, mesh=mesh, kept=kept)
