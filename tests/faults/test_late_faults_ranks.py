@@ -163,7 +163,7 @@ def loss_of_a_move(number: int, shape: str, seconds: float) -> Job:
 def growth_of_shared(number: int, shape: str, outside_s: float, meeting_s: float) -> Job:
     """A rank that is lost after a step, which is then in memory, and up to two more faults."""
     job = growth(number, shape, outside_s, meeting_s)
-    first = job.faults[0]._replace(anchor=f"step {random.Random(number).randint(1, 6)}")
+    first = job.faults[0]._replace(anchor=f"step {random.Random(number).randint(1, 3)}")
     return job._replace(faults=[first, *job.faults[1:]])
 
 
