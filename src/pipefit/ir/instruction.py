@@ -85,11 +85,6 @@ def bwd_weight(stage: int, mb: int) -> Instruction:
     return Instruction(Op.BWD_WEIGHT, stage, mb)
 
 
-def recompute(stage: int, mb: int) -> Instruction:
-    """A replay of a forward."""
-    return Instruction(Op.RECOMPUTE, stage, mb)
-
-
 def forward_backward(stage: int, mbs: Sequence[int]) -> list[Instruction]:
     """A forward and its backward for each micro-batch."""
     return [op(stage, mb) for mb in mbs for op in (fwd, bwd)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -262,63 +263,47 @@ def parse_instruction(text: str) -> Instruction:
 
 
 def _instruction(words: list[str]) -> Instruction:
-    word = words[0]
-    if word not in _FORMS:
-        raise ProgramError(f"unknown operation {word!r}; {nearest(word, [op.value for op in Op])}")
-    op, operands = _FORMS[word]
+    name = words[0]
+    if name not in _FORMS:
+        raise ProgramError(f"unknown operation {name!r}; {nearest(name, _FORMS)}")
+    op, operands = _FORMS[name]
     if len(words) != len(operands) + 1:
         fields = OP_SPEC[op].fields
         given = words[1:]
-        raise ProgramError(f"{word} takes {' '.join(fields) or 'no operands'}, got {' '.join(given) or 'none'!r}")
+        raise ProgramError(f"{name} takes {' '.join(fields) or 'no operands'}, got {' '.join(given) or 'none'!r}")
     values = _ABSENT.copy()
     try:
-        for number, field, known in operands:
-            values[field] = known[words[number]]
+        for word, (place, field, prefix) in zip(words[1:], operands, strict=True):
+            values[place] = _operand(field, prefix, word)
     except ProgramError as problem:
-        raise ProgramError(f"{word}: {problem}") from None
+        raise ProgramError(f"{name}: {problem}") from None
     return Instruction(op, *values)
 
 
-class _Operands(dict[str, int | str]):
-    """Operands of a field by their text, each read when it first occurs.
-
-    Args:
-        field: the name of a field of instructions.
-        prefix: the letter before its numbers.
-    """
-
-    def __init__(self, field: str, prefix: str) -> None:
-        self._field = field
-        self._prefix = prefix
-
-    def __missing__(self, text: str) -> int | str:
-        if self._field == "kind" and text not in _KINDS:
-            raise ProgramError(f"unknown kind {text!r}; {nearest(text, _KINDS)}")
-        value: int | str = text
-        if self._prefix:
-            value = self._number(text)
-        self[text] = value
-        return value
-
-    def _number(self, text: str) -> int:
-        number = text.removeprefix(self._prefix)
-        if number != text:
-            if number == "*" and self._field != "peer":
-                return -1
-            if re.fullmatch(_NUMBER, number):
-                return int(number)
-        raise ProgramError(f"expected {self._field} as {self._prefix}0, {self._prefix}1, …, got {text!r}")
+@cache
+def _operand(field: str, prefix: str, word: str) -> int | str:
+    """An operand of an instruction from its word; a prefix is the letter before a number."""
+    if field == "kind" and word not in _KINDS:
+        raise ProgramError(f"unknown kind {word!r}; {nearest(word, _KINDS)}")
+    if not prefix:
+        return word
+    number = word.removeprefix(prefix)
+    if number != word:
+        if number == "*" and field != "peer":
+            return -1
+        if re.fullmatch(_NUMBER, number):
+            return int(number)
+    raise ProgramError(f"expected {field} as {prefix}0, {prefix}1, …, got {word!r}")
 
 
 _FIELDS = Instruction.__struct_fields__[1:]
 _ABSENT = list(Instruction.__struct_defaults__)
-_READ = {name: _Operands(name, PREFIX.get(name, "")) for name in _FIELDS if name != "peer"}
-# Each operation by its word, with the number of each operand's word, the place of its field, and its reader.
-_FORMS: dict[str, tuple[Op, tuple[tuple[int, int, _Operands], ...]]] = {}
+# Each operation by its word, with the place, the field and the prefix of each operand.
+_FORMS: dict[str, tuple[Op, list[tuple[int, str, str]]]] = {}
 for _op, _spec in OP_SPEC.items():
-    _readers = dict(_READ, peer=_Operands("peer", arrow(_op)))
-    _operands = [(n, _FIELDS.index(name), _readers[name]) for n, name in enumerate(_spec.fields, 1)]
-    _FORMS[_op.value] = _op, tuple(_operands)
+    _prefixes = dict(PREFIX, peer=arrow(_op))
+    _operands = [(_FIELDS.index(name), name, _prefixes.get(name, "")) for name in _spec.fields]
+    _FORMS[_op.value] = _op, _operands
 
 
 def save(program: Program, path: str | Path) -> Path:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -248,25 +246,22 @@ def small_program(small: Small) -> Program:
 
 
 @lru_cache(maxsize=64)
-def _shown(schedule: Schedule, chunks: int) -> Program | None:
-    """A small program that shows the order of a schedule; None: it has no such program."""
-    with suppress(ScheduleError):
-        return small_program(Small(schedule, 4, _SHOWN, chunks))
-    return None
+def _shown(schedule: Schedule, chunks: int) -> tuple[float, bool]:
+    """The micro-batches that the first of four ranks holds at once, and whether backwards are whole.
 
-
-@lru_cache(maxsize=64)
-def _in_flight(schedule: Schedule, chunks: int) -> float:
-    """Maximum number of micro-batches that the first of four ranks holds at once."""
-    program = _shown(schedule, chunks)
-    if program is None:
-        return 0
-    return peak_inflight(program, 0)
+    0 and False where the schedule has no such program.
+    """
+    try:
+        program = small_program(Small(schedule, 4, _SHOWN, chunks))
+    except ScheduleError:
+        return 0, False
+    return peak_inflight(program, 0), all(i.op is not Op.BWD_INPUT for _, _, i in program)
 
 
 def holds_all(config: Config) -> bool:
     """Returns whether a rank holds every micro-batch of an update at once, as GPipe does."""
-    return _in_flight(find(config.schedule), min(config.chunks, 2)) == _SHOWN
+    in_flight, _ = _shown(find(config.schedule), min(config.chunks, 2))
+    return in_flight == _SHOWN
 
 
 def fills(config: Config) -> bool:
@@ -275,21 +270,16 @@ def fills(config: Config) -> bool:
     The last work of a rank is then a whole backward, whose gradient the ranks before it need.
     """
     schedule = find(config.schedule)
-    return schedule.is_synchronous and schedule.flushes and _has_whole_backwards(schedule, min(config.chunks, 2))
-
-
-@lru_cache(maxsize=64)
-def _has_whole_backwards(schedule: Schedule, chunks: int) -> bool:
-    program = _shown(schedule, chunks)
-    if program is None:
-        return False
-    instructions = chain.from_iterable(program.ranks)
-    return all(i.op is not Op.BWD_INPUT for i in instructions)
+    _, has_whole_backwards = _shown(schedule, min(config.chunks, 2))
+    return schedule.is_synchronous and schedule.flushes and has_whole_backwards
 
 
 def filling(config: Config) -> int:
     """Micro-batches that fill a pipeline: p, or 2p with chunks and where more are in flight than there are ranks."""
-    if config.chunks > 1 or 4 < _in_flight(find(config.schedule), 1) < _SHOWN:
+    if config.chunks > 1:
+        return 2 * config.depth
+    in_flight, _ = _shown(find(config.schedule), 1)
+    if 4 < in_flight < _SHOWN:
         return 2 * config.depth
     return config.depth
 
