@@ -17,7 +17,7 @@ often: Lamy-Poirier, "Breadth-first pipeline parallelism", MLSys 2023.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from itertools import groupby
 
 from msgspec.structs import replace
@@ -116,7 +116,8 @@ def _add_gradients(header: Header, listed: Instructions, slots: int, added: Adde
 
 def _add_weights(header: Header, listed: Instructions, slots: int, added: Added) -> None:
     """Adds what gathers whole weights, as soon as a slot is free and they are stepped, and what frees them."""
-    made = _steps_before(listed)
+    # By stage and version that a step makes, the index after the step.
+    made = {(i.stage, i.version + 1): index + 1 for index, i in enumerate(listed) if i.op is Op.STEP}
     start = 0
     for stay in _stays(header, listed, COMPUTE_OPS, slots):
         version = listed[stay.first].version
@@ -140,8 +141,3 @@ def _add_parts_for_others(header: Header, rank: int, listed: Instructions, added
             place = next((index for index, later in visits if later > stage), len(listed))
             added[place].append(Instruction(Op.UNSHARD, stage, version=0))
             added[place].append(Instruction(Op.DROP, stage, version=0))
-
-
-def _steps_before(listed: Sequence[Instruction]) -> dict[StageAt, int]:
-    """For each (stage, version) that a step makes, the index after the step."""
-    return {(i.stage, i.version + 1): index + 1 for index, i in enumerate(listed) if i.op is Op.STEP}

@@ -9,7 +9,7 @@ from pipefit.errors import ScheduleError
 from pipefit.ir.op import Kind
 from pipefit.planner.bounds import least_s
 from pipefit.planner.candidate import Estimate, costs_of
-from pipefit.planner.cuts import Within, busiest_s, cut, least_bytes
+from pipefit.planner.cuts import busiest_s, cut, least_bytes
 from pipefit.planner.holdings import Holding, ahead_of, first_holdings, holdings_of, peaks
 from pipefit.planner.space import Config, Problem, positions
 from pipefit.planner.spilled_candidates import estimate_spilled
@@ -132,7 +132,7 @@ def _estimate(problem: Problem, config: Config) -> Estimate:
         if config.recompute == "some" and recomputed != every:
             choices.append(every)
         for again in choices:
-            tight = cut(problem, config, again, Within(holdings_of(config, again), limits))
+            tight = cut(problem, config, again, limits)
             if tight is not None:
                 return _measure(problem, config, tight, again, limits)
     return found

@@ -25,6 +25,7 @@ import numpy as np
 from pipefit.errors import InfeasibleError, PlanError, ProfileError
 from pipefit.planner.candidate import costs_of
 from pipefit.planner.computed_profile import transformer_profile
+from pipefit.planner.machines import of_servers
 from pipefit.planner.methods import problem_of, search_by, space_of
 from pipefit.planner.plan_options import PlanOptions
 from pipefit.planner.reserved import reserved_bytes, visible_bytes
@@ -223,11 +224,8 @@ def _of_size(topology: Topology, run: MeasuredRun) -> Topology:
     servers, rest = divmod(run.devices, width)
     if rest or (servers > 1 and not others):
         raise PlanError(f"{run}: servers of {inner.width} devices cannot have {run.devices} in all")
-    levels = [msgspec.structs.replace(inner, width=width)]
-    if servers > 1:
-        levels.append(msgspec.structs.replace(others[-1], width=servers))
     roomy = msgspec.structs.replace(topology.device, memory_bytes=1e18)
-    return msgspec.structs.replace(topology, device=roomy, levels=tuple(levels))
+    return msgspec.structs.replace(of_servers(topology, width, servers), device=roomy)
 
 
 def fits(expected: Expected, device: Device) -> bool:

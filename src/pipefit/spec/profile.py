@@ -7,6 +7,7 @@ from bisect import bisect
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -379,37 +380,34 @@ def check_finite(of: object, names: Iterable[str], place: str) -> None:
 def _blend(high: Profile, low: Profile | None, share: float, microbatch_size: int) -> Profile:
     """Every figure at `share` of the way from `low` (None: from zero) to `high`; never below zero."""
 
-    def mix(above: float, below: float | None) -> float:
-        below = below or 0.0
-        return max(below + share * (above - below), 0.0)
+    def mixed(above: Layer | Profile, below: Layer | Profile | None, names: Iterable[str]) -> dict[str, Any]:
+        """Some figures of a layer or a profile; those that are not known stay so."""
+        found = {}
+        for name in names:
+            figure = getattr(above, name)
+            if figure is not None:
+                start = getattr(below, name, None) or 0.0
+                found[name] = max(start + share * (figure - start), 0.0)
+        return found
 
-    nothing = Layer("", 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     layers = []
     for index, layer in enumerate(high.layers):
+        other = None
         if low:
             other = low.layers[index]
-        else:
-            other = nothing
-        if other.grad_bytes is None:
-            grad_bytes = other.output_bytes
-        else:
-            grad_bytes = other.grad_bytes
-        other = replace(other, grad_bytes=grad_bytes, half_bytes=other.kept_bytes)
-        known = [name for name in (*_SCALED, *_UNKNOWN) if getattr(layer, name) is not None]
-        figures = {name: mix(getattr(layer, name), getattr(other, name)) for name in known}
-        layers.append(replace(layer, **figures))
-    step_s = None
-    if high.step_s is not None and low is None:
-        step_s = mix(high.step_s, 0.0)
-    elif high.step_s is not None and low is not None and low.step_s is not None:
-        step_s = mix(high.step_s, low.step_s)
+            if other.grad_bytes is None:
+                other = replace(other, grad_bytes=other.output_bytes)
+            other = replace(other, half_bytes=other.kept_bytes)
+        layers.append(replace(layer, **mixed(layer, other, (*_SCALED, *_UNKNOWN))))
+    names = ["loss_s", "loss_work_bytes"]
+    if low is None or low.step_s is not None:
+        names.append("step_s")
+    figures = {"step_s": None} | mixed(high, low, names)
     return replace(
         high,
         microbatch_size=microbatch_size,
         layers=tuple(layers),
-        step_s=step_s,
-        loss_s=mix(high.loss_s, low.loss_s if low else 0.0),
-        loss_work_bytes=mix(high.loss_work_bytes, low.loss_work_bytes if low else 0.0),
         source=f"{high.source}; estimated for this micro-batch size",
         others=(),
+        **figures,
     )
