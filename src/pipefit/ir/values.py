@@ -73,7 +73,7 @@ def tied_stages(header: Header, stage: int, rank: int) -> Indices:
 
 def reduced_stages(header: Header, kind: str, stage: int, rank: int) -> Indices:
     """The stages of a rank whose gradients a reduction takes."""
-    if kind == Reduction.NORM and stage < 0:
+    if stage < 0:
         return header.stages_of(rank)
     if kind == Reduction.TIED:
         return tied_stages(header, stage, rank)

@@ -108,9 +108,7 @@ def transformer_profile(
         many = list(microbatch)
     pace, ring = _shared(device, tensor, topology)
     found = [msgspec.structs.replace(_at(model, b, pace, ring), computed_for=made_for) for b in many]
-    if len(found) > 1:
-        return found[0].with_others(found[1:])
-    return found[0]
+    return found[0].with_others(found[1:])
 
 
 def profile_at(profile: Profile, microbatch: int, tensor: int, topology: Topology) -> Profile:

@@ -9,7 +9,6 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from pipefit.cost import speeds_of
 from pipefit.partition import gpipe, minmax, uniform
 from pipefit.partition.balance import Array, allowed, divide, layer_times, least_maximum, message_spans, spans
 from pipefit.planner.computed_profile import num_blocks
@@ -98,7 +97,7 @@ def busiest_s(problem: Problem, config: Config, recomputed: set[int]) -> float:
     Where there is one stage per rank, memory may change the cut: so those of the best cut. Else of the cut by time.
     """
     m = config.per_pipeline
-    speeds = set(speeds_of(problem.ranks(config.tensor)))
+    speeds = set(problem.speeds(config.tensor))
     if len(speeds) > 1 or m == 1 or config.replicas:
         return 0.0
     slow = problem.slowness_of(config)

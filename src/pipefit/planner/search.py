@@ -150,8 +150,7 @@ class Frontier:
         self.add(found.period_s, missing, found)
 
     def _simulate(self, estimated: Estimate) -> None:
-        key = ("simulated", estimated.config, estimated.partition)
-        found = self.problem.once(key, partial(simulated, self.problem, estimated))
+        found = simulated(self.problem, estimated)
         if found is not None:
             self.spent += found.size
             self.add(found.period_s, NOTHING, found)

@@ -319,6 +319,10 @@ class Problem:
         """The topology of groups of `tensor` devices, each group one rank."""
         return self.once(("ranks", tensor), lambda: grouped(self.topology, tensor))
 
+    def speeds(self, tensor: int) -> tuple[float, ...]:
+        """The speed of each rank of so many devices, relative to the profile's device; (): they do not differ."""
+        return self.once(("speeds", tensor), lambda: speeds_of(self.ranks(tensor)))
+
     def state_of(self, config: Config) -> float:
         """Optimizer bytes per weight byte on each copy, which keeps its part where they are sharded; whole sums too."""
         state = self.state
@@ -340,7 +344,7 @@ class Problem:
 
         Where copies have shares of their own: that of the copy with most micro-batches.
         """
-        speeds = speeds_of(self.ranks(config.tensor))
+        speeds = self.speeds(config.tensor)
         if not speeds or config.replicas:
             return [1.0] * config.depth
         if config.shares:
@@ -421,7 +425,7 @@ def configs(problem: Problem, space: Space) -> Iterator[Config]:
 
 def _paces(problem: Problem, depth: int, tensor: int) -> list[float]:
     """The speed of each copy of a pipeline, that of its slowest rank; one where devices do not differ."""
-    speeds = speeds_of(problem.ranks(tensor)) or (1.0,)
+    speeds = problem.speeds(tensor) or (1.0,)
     return [min(speeds[first : first + depth]) for first in range(0, len(speeds), depth)]
 
 

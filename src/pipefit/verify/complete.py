@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from itertools import product
 
 from pipefit.ir.instruction import StageAt
-from pipefit.ir.op import BACKWARD_OPS, OP_SPEC, STEP_OPS, WEIGHT_GRADIENT_OPS, WORK_OPS, Kind, Op
+from pipefit.ir.op import BACKWARD_OPS, OP_SPEC, STEP_OPS, WEIGHT_GRADIENT_OPS, WORK_OPS, Op
 from pipefit.ir.program import Header
+from pipefit.ir.values import ACT
 from pipefit.verify.subject import Finding, Findings, Subject
 
 _RULE = "complete"
 _OWNED = [op for op in Op if op in WORK_OPS and "mb" in OP_SPEC[op].fields]
-_TRAVELS = Kind.ACT.value
 _HELD = (Op.STEP, Op.DROP, Op.UNSHARD, Op.FREE, Op.FETCH, Op.EVICT)
 
 
@@ -28,7 +28,7 @@ def ownership(s: Subject) -> Findings:
     for stage, _, number in s.each(*_HELD):
         homes = placement[stage]
         # An activation is on the rank that made it, or on one that it was sent to.
-        is_activation = s.graph.instructions[number].kind == _TRAVELS
+        is_activation = s.graph.instructions[number].kind == ACT
         if is_activation and stage < s.header.last_stage:
             homes += placement[stage + 1]
         if ranks[number] not in homes:
