@@ -22,11 +22,11 @@ from itertools import groupby
 
 from msgspec.structs import replace
 
-from pipefit.ir.instruction import Instruction, Instructions, StageAt
+from pipefit.ir.instruction import Indices, Instruction, Instructions
 from pipefit.ir.op import COMPUTE_OPS, WEIGHT_GRADIENT_OPS, Op, Reduction
 from pipefit.ir.program import Header, Program
 from pipefit.passes.places import Added, inserted
-from pipefit.passes.stays import Stay, stays
+from pipefit.passes.stays import Stay, stays_until
 
 
 def with_sharing(program: Program) -> Program:
@@ -84,16 +84,13 @@ def _is_scatter(header: Header, i: Instruction) -> bool:
 
 def _stays(header: Header, listed: Instructions, ops: Collection[Op], slots: int) -> list[Stay]:
     """The stays of shared stages for their visits by some operations; none goes beyond the step of its update."""
-    visits = []
-    last: dict[int, int] = {}
-    leaving: set[StageAt] = set()
-    for index, i in enumerate(listed):
+
+    def visited(i: Instruction) -> Indices:
         if i.op in ops and header.shares_gradients(i.stage):
-            visits.append((index, (i.stage,)))
-            last[i.stage] = index
-        elif i.op is Op.STEP and i.stage in last:
-            leaving.add((last[i.stage], i.stage))
-    return stays(visits, slots, leaving)
+            return (i.stage,)
+        return ()
+
+    return stays_until(listed, visited, Op.STEP, slots)
 
 
 def _add_gradients(header: Header, listed: Instructions, slots: int, added: Added) -> None:

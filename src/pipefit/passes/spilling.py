@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.spill import Spill
 from pipefit.ir.values import reduced_stages
 from pipefit.passes.places import Added, computes_back, inserted, last_backwards
-from pipefit.passes.stays import Stay, stays
+from pipefit.passes.stays import Stay, stays, stays_until
 from pipefit.passes.versions import step_of, steps_at_once
 
 _USES = COMPUTE_OPS | {Op.STEP}
@@ -121,18 +122,8 @@ def _visited(header: Header, rank: int, i: Instruction) -> Indices:
 
 def _weight_stays(header: Header, rank: int, listed: list[Instruction]) -> list[Stay]:
     assert header.spill is not None
-    visits = []
-    # Weights that step on the host become stale on the device: their stage leaves after its last use before the step.
-    last: dict[int, int] = {}
-    leaving: set[StageAt] = set()
-    for index, i in enumerate(listed):
-        stages = _visited(header, rank, i)
-        if stages:
-            visits.append((index, stages))
-            last |= dict.fromkeys(stages, index)
-        if i.op is Op.HOST_STEP:
-            leaving.add((last[i.stage], i.stage))
-    return stays(visits, header.spill.weights_slots, leaving)
+    # Weights that step on the host become stale on the device.
+    return stays_until(listed, partial(_visited, header, rank), Op.HOST_STEP, header.spill.weights_slots)
 
 
 def _numbers(found: Sequence[Stay]) -> dict[StageAt, int]:

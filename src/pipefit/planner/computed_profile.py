@@ -235,10 +235,9 @@ def _core_s(device: Device, model: Transformer, b: int, heads: int) -> tuple[flo
     # Each of the two products has two gradients, which are products of the same sizes.
     back_s = 2 * used_s + 2 * made_s
     kernels = [2 * e * scores]  # scale, mask and softmax
-    if model.attention == "eager":
-        kernels = [size * scores for size in (2 * e, 2 * e + 1, e + 4, 8, 4 + e)]
     back = [3 * e * scores]
     if model.attention == "eager":
+        kernels = [size * scores for size in (2 * e, 2 * e + 1, e + 4, 8, 4 + e)]
         back = [size * scores for size in (4 + e, 12, 4 + e, 2 * e + 1, 2 * e)]
     dropped_s = 0.0
     if model.dropout:

@@ -13,21 +13,6 @@ from pipefit.ir.spill import Spill
 from pipefit.spec.arguments import check_fields
 from pipefit.spec.plan import Shard
 
-_OF_HEADER = (
-    "num_microbatches",
-    "num_steps",
-    "ties",
-    "clip",
-    "commit",
-    "shard",
-    "shard_slots",
-    "tensor",
-    "pieces",
-    "frozen",
-    "shares",
-)
-"""The fields that a header has as well."""
-
 
 class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """The integers for which a schedule is generated.
@@ -100,8 +85,9 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         spill = self.spill
         if spill is None and spills:
             spill = Spill.of(num_stages)
-        own = {name: getattr(self, name) for name in _OF_HEADER}
-        header = Header(schedule, placement, weights=weights, updates=tuple(updates), spill=spill, **own)
+        own = {name: getattr(self, name) for name in Header.__struct_fields__ if hasattr(self, name)}
+        own |= {"placement": placement, "spill": spill}
+        header = Header(schedule, weights=weights, updates=tuple(updates), **own)
         self._refuse_replicas_without_work(header, max(copies))
         self._refuse_updates_that_differ(header)
         return header
