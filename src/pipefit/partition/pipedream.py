@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipefit.errors import PlanError, look_up
+from pipefit.ir.instruction import Indices
 from pipefit.partition.balance import TIE
 from pipefit.partition.conventions import CONVENTIONS, Convention, Levels, data_parallel_s
 from pipefit.partition.down_sets import find_states
@@ -37,7 +38,7 @@ class LevelStage:
         stages: the stages of one such component.
     """
 
-    layers: tuple[int, ...]
+    layers: Indices
     replicas: int
     stages: LevelStages = ()
 
@@ -75,7 +76,7 @@ class PipeDreamResult:
     search_s: float
     partition: Partition | None = None
     levels: LevelStages = ()
-    in_flight: tuple[int, ...] = ()
+    in_flight: Indices = ()
     memory_bytes: tuple[float, ...] = ()
     flat_s: float | None = None
     hierarchical_s: float | None = None

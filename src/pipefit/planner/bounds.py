@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipefit.cost import CostModel
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Indices, Instruction
 from pipefit.ir.op import Op
 from pipefit.ir.program import WeightRule
 from pipefit.planner.holdings import ahead_of, fills, least_in_flight, least_replayed
@@ -123,7 +123,7 @@ def _shared_s(config: Config, cost: CostModel) -> float:
     return config.num_microbatches * each_s / max(cost.speed, default=1.0) / cores
 
 
-def _pipelines(config: Config, cost: CostModel) -> list[tuple[int, ...]]:
+def _pipelines(config: Config, cost: CostModel) -> list[Indices]:
     """The ranks of each stage, pipeline by pipeline; of pipelines that are equally fast one.
 
     Micro-batches alternate between unequal numbers of copies: they are at least as fast as on the fastest of each.
@@ -306,7 +306,7 @@ def quick_s(problem: Problem, config: Config) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _fill(p: int, m: int, ahead: tuple[int, ...]) -> float:
+def _fill(p: int, m: int, ahead: Indices) -> float:
     """Seconds of an update of p ranks with a stage each, per second of work on a micro-batch, for any cut at least.
 
     Rank r takes at least Σ c[r, s]·w[s], w the work of each stage on a micro-batch: the way to it and back, m times its

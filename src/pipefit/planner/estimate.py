@@ -6,6 +6,7 @@ import math
 from operator import truediv
 
 from pipefit.errors import ScheduleError
+from pipefit.ir.instruction import Indices
 from pipefit.ir.op import Kind
 from pipefit.planner.bounds import least_s
 from pipefit.planner.candidate import Estimate, costs_of
@@ -97,8 +98,8 @@ def _least_s(problem: Problem, config: Config, partition: Partition) -> float:
     return problem.once(("least", config, partition), lambda: least_s(problem, config, partition, timing))
 
 
-def _stages_of(config: Config) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = [()] * config.depth
+def _stages_of(config: Config) -> list[Indices]:
+    found: list[Indices] = [()] * config.depth
     for stage, rank in enumerate(positions(config)):
         found[rank] += (stage,)
     return found

@@ -20,6 +20,7 @@ from pipefit.cost import CostModel
 from pipefit.errors import ScheduleError
 from pipefit.ir.collector import collector_paused
 from pipefit.ir.graph import FEW_SENDS
+from pipefit.ir.instruction import Indices
 from pipefit.ir.liveness import Lifetime, lifetimes, peak_inflight, working_lifetimes
 from pipefit.ir.op import Op, Reduction
 from pipefit.ir.program import Program
@@ -48,8 +49,8 @@ class Small(NamedTuple):
     depth: int
     microbatches: int
     chunks: int = 1
-    recompute: tuple[int, ...] | None = ()
-    replicas: tuple[int, ...] = ()
+    recompute: Indices | None = ()
+    replicas: Indices = ()
     frozen: int = 0
     works: bool = False
     summed: bool = False
@@ -177,7 +178,7 @@ def least_replayed(config: Config) -> tuple[float, ...]:
     return tuple(shares.get(count, 1.0) for count in counts)
 
 
-def ahead_of(config: Config) -> tuple[tuple[int, ...], ...]:
+def ahead_of(config: Config) -> tuple[Indices, ...]:
     """Of each rank the forwards of its stages before its first backward; (): only the program shows them."""
     if config.replicas:
         return ()
@@ -185,7 +186,7 @@ def ahead_of(config: Config) -> tuple[tuple[int, ...], ...]:
 
 
 @lru_cache(maxsize=4096)
-def _ahead(schedule: Schedule, depth: int, count: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+def _ahead(schedule: Schedule, depth: int, count: int, chunks: int) -> tuple[Indices, ...]:
     formula = schedule.ahead
     if formula is None:
         return ()
@@ -350,7 +351,7 @@ def most_bytes(holding: Holding, size_of: Callable[[str, int], float | Array]) -
     return found
 
 
-def peaks(holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[tuple[int, ...]]) -> tuple[float, ...]:
+def peaks(holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[Indices]) -> tuple[float, ...]:
     """Peak bytes of each rank, optimizer state included; every stage stays on its device."""
 
     def size_of(kind: str, stage: int) -> float:

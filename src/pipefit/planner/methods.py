@@ -10,6 +10,7 @@ from typing import cast
 
 from pipefit.cost import usual_state
 from pipefit.errors import InfeasibleError, PlanError
+from pipefit.ir.instruction import Indices
 from pipefit.planner.asynchronous import replicated
 from pipefit.planner.computed_profile import num_blocks
 from pipefit.planner.plan_options import ANY, PlanOptions
@@ -126,7 +127,7 @@ def _replays(profile: Profile, method: str, wanted: object) -> tuple[str, ...]:
     return tuple(kind for kind in usual if profile.can_replay(kind)) or ("stage",)
 
 
-def _widths(problem: Problem, most: int) -> tuple[int, ...]:
+def _widths(problem: Problem, most: int) -> Indices:
     """Tensor widths to choose from; on processes of this machine, where plans must run, only widths given by name."""
     if not num_blocks(problem.profile) or problem.topology.name.startswith("local:"):
         return (1,)
@@ -135,7 +136,7 @@ def _widths(problem: Problem, most: int) -> tuple[int, ...]:
     return tuple(2**k for k in range(12) if 2**k <= most)
 
 
-def _sizes(profile: Profile, wanted: Sequence[int] | None) -> tuple[int, ...]:
+def _sizes(profile: Profile, wanted: Sequence[int] | None) -> Indices:
     """Micro-batch sizes to choose from: those given, or those whose times are known."""
     if wanted is not None:
         return tuple(sorted(set(wanted)))

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pipefit.cost import ModelBytes, speeds_of
+from pipefit.ir.instruction import Indices
 from pipefit.planner.computed_profile import profile_at
 from pipefit.schedules import find, placement_of
 from pipefit.spec import Device, Partition, Placement, Profile, SpillSpec, Tier, Topology
@@ -63,7 +64,7 @@ class Cap:
     copies: int = 1
     num_chunks: int = 0
     clip: bool = False
-    ties: tuple[tuple[int, ...], ...] = ()
+    ties: tuple[Indices, ...] = ()
     sizes: ModelBytes | None = None
     taken_bytes: float = 0.0
 
@@ -72,7 +73,7 @@ class Cap:
         """Ranks of each pipeline."""
         return self.num_ranks // self.copies
 
-    def ties_of(self, partition: Partition) -> tuple[tuple[int, ...], ...]:
+    def ties_of(self, partition: Partition) -> tuple[Indices, ...]:
         """The stages that share a weight because layers of them do."""
         owner = partition.stage_of
         groups = set()
@@ -115,10 +116,10 @@ class Config:
     recompute: str = "none"
     shard: Shard = "none"
     partitioner: str = "minmax"
-    replicas: tuple[int, ...] = ()
-    layers: tuple[tuple[int, ...], ...] = ()
+    replicas: Indices = ()
+    layers: tuple[Indices, ...] = ()
     spill: SpillSpec | None = None
-    shares: tuple[int, ...] = ()
+    shares: Indices = ()
 
     @property
     def shares_gradients(self) -> bool:
@@ -205,7 +206,7 @@ def placement_for(config: Config) -> Placement:
     return Placement(placement_of(config.depth, config.chunks, _layout(config), copies))
 
 
-def positions(config: Config) -> tuple[int, ...]:
+def positions(config: Config) -> Indices:
     """The rank, within one pipeline, of each stage."""
     return tuple(ranks[0] for ranks in placement_of(config.depth, config.chunks, _layout(config)))
 
@@ -231,15 +232,15 @@ class Space:
     """
 
     schedules: tuple[str, ...]
-    depths: tuple[int, ...] | None
-    tensors: tuple[int, ...]
-    microbatch_sizes: tuple[int, ...]
+    depths: Indices | None
+    tensors: Indices
+    microbatch_sizes: Indices
     recompute: tuple[str, ...]
     shards: tuple[Shard, ...]
     partitioner: str
     num_microbatches: int | None
     links: bool
-    chunks: tuple[int, ...] = (2, 3, 4)
+    chunks: Indices = (2, 3, 4)
     next_shard: dict[Shard, Shard] = field(default_factory=dict)
     shares_last: bool = False
     more_chunks: bool = True
@@ -358,7 +359,7 @@ def busiest_copy(config: Config) -> range:
     return range(first, first + config.depth)
 
 
-def shares_of(paces: Sequence[float], count: int) -> tuple[int, ...]:
+def shares_of(paces: Sequence[float], count: int) -> Indices:
     """Micro-batches of each of some copies, so that the last of them is done as early as possible; (): equally many.
 
     Every copy has at least one, for it takes part in the sum of the gradients.
@@ -445,7 +446,7 @@ def _at_shape(
             least = depth - 1
         if depth > 1 and count // data < least:
             continue
-        several: tuple[int, ...] = (1,)
+        several: Indices = (1,)
         if find(name).chunks and depth > 1:
             several = space.chunks
         for chunks in several:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipefit.errors import ScheduleError
-from pipefit.ir.instruction import Instruction, bwd, forward_backward, fwd
+from pipefit.ir.instruction import Indices, Instruction, bwd, forward_backward, fwd
 from pipefit.schedules.one_f_one_b import alternate, num_warmup
 from pipefit.schedules.registry import Orders, Task, schedule
 from pipefit.schedules.shape import Shape
@@ -27,7 +27,7 @@ def _interleavable(shape: Shape) -> None:
         )
 
 
-def _ahead(p: int, m: int, v: int, rank: int) -> tuple[int, ...]:
+def _ahead(p: int, m: int, v: int, rank: int) -> Indices:
     """The first slots of the forwards' order, up to the first backward, without the missing micro-batches."""
     left = 2 * (p - rank) - 1 + (v - 1) * p
     if v == 1:

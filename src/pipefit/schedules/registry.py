@@ -61,7 +61,7 @@ Orders = Iterator[list[Instruction]]
 """The forwards and backwards of each rank."""
 
 Order = Callable[[Task], Iterable[Iterable[Instruction]]]
-Ahead = Callable[[int, int, int, int], tuple[int, ...]]
+Ahead = Callable[[int, int, int, int], Indices]
 
 
 @dataclass(frozen=True, eq=False)
