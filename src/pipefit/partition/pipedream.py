@@ -167,7 +167,7 @@ def pipedream(
     plain_s = [data_parallel_s(rule, single_s, trained_bytes, widths[name]) for name in searches]
     result = PipeDreamResult(
         shape,
-        rule.name,
+        cost,
         time_s,
         search_s=time_s,
         flat_s=found_s.get("flat"),

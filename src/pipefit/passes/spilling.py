@@ -32,8 +32,6 @@ from pipefit.passes.versions import step_of, steps_at_once
 _USES = COMPUTE_OPS | {Op.STEP}
 _ON_GRADIENTS = WEIGHT_GRADIENT_OPS | {Op.STEP, Op.REDUCE}
 _AHEAD = 4
-_Starts = list[tuple[int, int]]
-"""The first visit of each stay, and the index before which it is fetched."""
 
 
 def with_spilling(program: Program, prefetch: int | None = None) -> Program:
@@ -190,11 +188,11 @@ def _with_copies(header: Header, rank: int, listed: list[Instruction], prefetch:
             stay.left = listed[stay.last].version + 1
         moved.append((Kind.OPTIM, states))
     placed = []
-    ahead: _Starts = []
+    ahead: list[Stay] = []
     for kind, found in moved:
-        starts = _starts(listed, found, prefetch, ahead)
-        ahead = [(stay.first, start) for stay, start in zip(found, starts, strict=True)]
-        placed += _moved(header.spill, kind, listed, found, ahead, at_need=prefetch == 0)
+        _set_starts(listed, found, prefetch, ahead)
+        placed += _moved(header.spill, kind, listed, found, at_need=prefetch == 0)
+        ahead = found
     if header.spill.activations:
         placed += _parked(header.spill, listed, weights, prefetch)
     placed.sort(key=itemgetter(0, 1, 2))
@@ -204,9 +202,7 @@ def _with_copies(header: Header, rank: int, listed: list[Instruction], prefetch:
     return inserted(listed, at)
 
 
-def _moved(
-    spill: Spill, kind: Kind, listed: list[Instruction], found: list[Stay], came: _Starts, at_need: bool
-) -> list[_Placed]:
+def _moved(spill: Spill, kind: Kind, listed: list[Instruction], found: list[Stay], at_need: bool) -> list[_Placed]:
     """The instructions that move values of one kind to and from the slots.
 
     Args:
@@ -214,18 +210,19 @@ def _moved(
         kind: the kind of the values.
         listed: the instructions of the rank.
         found: the stays of the values.
-        came: the first visit of each stay, and the index before which it is fetched.
         at_need: whether a slot is freed only when another stay needs it.
     """
     placed = []
-    after = {stay.before: start for stay, start in zip(found, came, strict=True)}
-    for stay, (first, start) in zip(found, came, strict=True):
+    following = {stay.before: stay for stay in found}
+    for stay in found:
         for i in _filling(spill, kind, stay):
-            placed.append(_Placed(start, True, first, i))
-        end = _past_messages(listed, stay.last + 1)
-        needed, place = after.get(stay, (len(listed), end))
-        if stay.goes_at_once or not at_need:
-            place = end
+            placed.append(_Placed(stay.start, True, stay.first, i))
+        place = _past_messages(listed, stay.last + 1)
+        needed = len(listed)
+        if stay in following:
+            needed = following[stay].first
+            if at_need and not stay.goes_at_once:
+                place = following[stay].start
         for i in _freeing(spill, kind, stay):
             placed.append(_Placed(place, False, needed, i))
     return placed
@@ -257,31 +254,29 @@ def _parked(spill: Spill, listed: list[Instruction], found: list[Stay], prefetch
     return placed
 
 
-def _starts(listed: list[Instruction], found: list[Stay], prefetch: int | None, ahead: _Starts) -> list[int]:
-    """The index before which each stay is fetched: no earlier than its slot is free, and in the order of need.
+def _set_starts(listed: list[Instruction], found: list[Stay], prefetch: int | None, ahead: Iterable[Stay]) -> None:
+    """Sets the index before which each stay is fetched: no earlier than its slot is free, and in the order of need.
 
     Args:
         listed: the instructions of the rank.
         found: the stays.
         prefetch: see `with_spilling`.
-        ahead: (first visit, start) of others that come first where they are needed first.
+        ahead: others that come first where they are needed first.
     """
-    starts = []
     stepped = _host_steps(listed)
     start = 0
     for number, stay in enumerate(found):
         if stay.before:
             start = max(start, _past_messages(listed, stay.before.last + 1))
-        for first, other in ahead:
-            if first < stay.first:
-                start = max(start, other)
+        for other in ahead:
+            if other.first < stay.first:
+                start = max(start, other.start)
         if prefetch is not None and number >= prefetch:
             start = max(start, found[number - prefetch].first)
         if stay.version and stay.stage in stepped:
             step = stepped[stay.stage][stay.version - 1]
             start = max(start, step + 1)
-        starts.append(start)
-    return starts
+        stay.start = start
 
 
 def _carry(header: Header, listed: list[Instruction], found: Iterable[Stay]) -> None:

@@ -27,6 +27,7 @@ class Stay:
         slot: its slot.
         before: the stay that leaves the slot for it (None: the slot was never used).
         visits: the instructions of the rank that use it meanwhile.
+        start: the index of the instruction before which it is loaded.
         version: its version when it is loaded.
         left: its version when it leaves.
         gradients: the update whose partial gradient sums are loaded with it, −1: none.
@@ -38,6 +39,7 @@ class Stay:
     slot: int
     before: Stay | None
     visits: list[int] = field(default_factory=list)
+    start: int = 0
     version: int = 0
     left: int = 0
     gradients: int = -1

@@ -21,8 +21,6 @@ def ranks_of(num_processes: int, tensor: int, data: int = 1) -> int:
     Raises:
         PlanError: the processes are not a multiple of tensor · data.
     """
-    if tensor < 1 or data < 1:
-        raise PlanError(f"tensor and data: expected at least 1, got {tensor} and {data}")
     if num_processes % (tensor * data):
         widths = f"tensor={tensor}" + (f" × data={data}" if data > 1 else "")
         raise PlanError(

@@ -32,19 +32,11 @@ def problem_of(
     global_batch: int | None = None,
     state_per_weight: float | None = None,
 ) -> Problem:
-    """The problem without a cap.
-
-    Raises:
-        PlanError: a batch below 1 or negative state.
-    """
+    """The problem without a cap."""
     if global_batch is None:
         global_batch = profile.microbatch_size * max(topology.num_devices, 8)
-    if global_batch < 1:
-        raise PlanError(f"global_batch: expected at least 1, got {global_batch}")
     if state_per_weight is None:
         state_per_weight = usual_state(profile)
-    if not state_per_weight >= 0:
-        raise PlanError(f"state_per_weight: expected 0 or more, got {state_per_weight}")
     return Problem(profile, topology, global_batch, state_per_weight)
 
 

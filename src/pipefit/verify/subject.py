@@ -48,18 +48,18 @@ class Subject:
     Attributes:
         program: without malformed instructions.
         graph: its dependencies.
-        kept: for each of its instructions, the index in the given program (None: the same).
+        kept: for each of its instructions, the index in the given program.
         places: for each operation, the numbers of its instructions by stage and micro-batch, or, where it has none,
             version; a loss is the last stage's, a step on the host is a step.
     """
 
     program: Program
     graph: Graph
-    kept: list[list[int]] | None
+    kept: list[list[int]]
     places: ByOperation
 
     @classmethod
-    def of(cls, program: Program, kept: list[list[int]] | None = None) -> Subject:
+    def of(cls, program: Program, kept: list[list[int]]) -> Subject:
         """The subject of a program."""
         graph = dependency_graph(program)
         places: ByOperation = {op: defaultdict(list) for op in Op}
@@ -96,9 +96,7 @@ class Subject:
     def place(self, number: int) -> tuple[int, int]:
         """The rank of an instruction, and its index in the given program."""
         rank, index = self.graph.place(number)
-        if self.kept is not None:
-            index = self.kept[rank][index]
-        return rank, index
+        return rank, self.kept[rank][index]
 
     def at(self, rule: str, number: int, message: str) -> Finding:
         """A finding about an instruction."""
