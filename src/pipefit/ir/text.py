@@ -10,7 +10,7 @@ from typing import Any
 
 from pipefit.errors import PipefitError, ProgramError, ScheduleError, nearest
 from pipefit.ir.collector import collector_paused
-from pipefit.ir.instruction import PREFIX, Indices, Instruction, arrow
+from pipefit.ir.instruction import PREFIX, Groups, Indices, Instruction, arrow
 from pipefit.ir.op import OP_SPEC, Kind, Op, Reduction
 from pipefit.ir.program import Header, Program, WeightRule, check_size
 from pipefit.ir.spill import Spill
@@ -184,7 +184,7 @@ def _placement_words(placement: Iterable[Indices]) -> str:
     return " ".join("+".join(map(str, ranks)) for ranks in placement)
 
 
-def _read_placement(words: list[str]) -> tuple[Indices, ...]:
+def _read_placement(words: list[str]) -> Groups:
     return tuple(_numbers(ranks.split("+")) for ranks in words)
 
 

@@ -21,6 +21,7 @@ from pipefit.partition.down_sets import find_states
 from pipefit.partition.dynamic_program import Run, base_s, best_time, runs
 from pipefit.partition.stage_costs import HELD, CutProblem, Memory
 from pipefit.spec import Partition, Profile, StageSpec, Topology
+from pipefit.spec.plan import Figures
 from pipefit.units import format_bytes
 
 # Hybrids must be predicted to be faster than plain data parallelism by more than this. For the released optimizer's
@@ -77,7 +78,7 @@ class PipeDreamResult:
     partition: Partition | None = None
     levels: LevelStages = ()
     in_flight: Indices = ()
-    memory_bytes: tuple[float, ...] = ()
+    memory_bytes: Figures = ()
     flat_s: float | None = None
     hierarchical_s: float | None = None
     straight_s: float = math.inf

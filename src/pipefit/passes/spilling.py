@@ -20,7 +20,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from pipefit.errors import ScheduleError
-from pipefit.ir.instruction import Indices, Instruction, Instructions, StageAt
+from pipefit.ir.instruction import Indices, Instruction, Instructions, StageNumbers
 from pipefit.ir.op import COMPUTE_OPS, FORWARD_OPS, GRADIENT_OPS, MESSAGE_OPS, WEIGHT_GRADIENT_OPS, Kind, Op, Reduction
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.spill import Spill
@@ -74,7 +74,7 @@ def with_spilling(program: Program, prefetch: int | None = None) -> Program:
 def _finished_at_once(header: Header, rank: int, listed: Instructions) -> list[Instruction]:
     """Adds the step of each spilled stage, or its part of the norm, at the point where its gradients are complete."""
     ready = last_backwards(header, listed)
-    first_uses: dict[StageAt, int] = {}
+    first_uses: StageNumbers = {}
     for index, i in enumerate(listed):
         if i.op is Op.REDUCE and i.kind != Reduction.NORM:
             for stage in reduced_stages(header, i.kind, i.stage, rank):
@@ -124,7 +124,7 @@ def _weight_stays(header: Header, rank: int, listed: list[Instruction]) -> list[
     return stays_until(listed, partial(_visited, header, rank), Op.HOST_STEP, header.spill.weights_slots)
 
 
-def _numbers(found: Sequence[Stay]) -> dict[StageAt, int]:
+def _numbers(found: Sequence[Stay]) -> StageNumbers:
     """The number of the stay to which a visit of a stage belongs."""
     numbers = {}
     for number, stay in enumerate(found):
@@ -138,7 +138,7 @@ def _replayed(header: Header, rank: int, listed: list[Instruction]) -> list[Inst
     assert header.spill is not None
     keeps = header.spill.keeps
     stay_of = _numbers([stay for stay in _weight_stays(header, rank, listed) if stay.stage not in keeps])
-    kept: dict[StageAt, int] = {}
+    kept: StageNumbers = {}
     result = []
     for index, i in enumerate(listed):
         stay = stay_of.get((index, i.stage), -1)
@@ -234,7 +234,7 @@ def _parked(spill: Spill, listed: list[Instruction], found: list[Stay], prefetch
     It is fetched a few computations earlier: the replays and backwards of two micro-batches.
     """
     stay_of = _numbers(found)
-    forward: dict[StageAt, int] = {}
+    forward: StageNumbers = {}
     placed = []
     for index, i in enumerate(listed):
         if i.op is Op.FWD:

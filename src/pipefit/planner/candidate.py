@@ -14,6 +14,7 @@ from pipefit.planner.space import Config, Problem, placement_for
 from pipefit.schedules import generate
 from pipefit.schedules.catalogue import shape_of
 from pipefit.spec import Partition, Plan, StageSpec
+from pipefit.spec.plan import Figures
 
 LESS_SHARED: Final = ", less shared"
 """The end of the family of a candidate that is the winner if its copies shared less."""
@@ -37,7 +38,7 @@ class Estimate:
 
     config: Config
     partition: Partition | None
-    peak_bytes: tuple[float, ...] = ()
+    peak_bytes: Figures = ()
     overflow: float = 1e9
     period_s: float = math.inf
     step_s: float = math.inf

@@ -11,6 +11,7 @@ from pipefit.planner.candidate import LESS_SHARED
 from pipefit.planner.plan_figures import at_size_of
 from pipefit.planner.transformer import transformer_of
 from pipefit.spec import Candidate, Plan, Profile, SpillSpec, Topology
+from pipefit.spec.plan import Figures
 from pipefit.units import counted, format_bytes, format_seconds, table, wrapped
 
 
@@ -203,10 +204,10 @@ def _stages(plan: Plan, profile: Profile | None, topology: Topology | None) -> l
         head += ["forward", "backward", "weights"]
         figures = at_size_of(plan, profile)
     rows = [head]
-    speeds: tuple[float, ...] = ()
+    speeds: Figures = ()
     if topology:
         speeds = speeds_of(topology, plan.tensor)
-    peaks: tuple[float, ...] = ()
+    peaks: Figures = ()
     if plan.prediction:
         peaks = plan.prediction.peak_bytes
     for index, (stage, ranks) in enumerate(zip(plan.partition.stages, plan.placement.ranks, strict=True)):

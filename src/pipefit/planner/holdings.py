@@ -20,7 +20,7 @@ from pipefit.cost import CostModel
 from pipefit.errors import ScheduleError
 from pipefit.ir.collector import collector_paused
 from pipefit.ir.graph import FEW_SENDS
-from pipefit.ir.instruction import Indices
+from pipefit.ir.instruction import Groups, Indices
 from pipefit.ir.liveness import Lifetime, lifetimes, peak_inflight, working_lifetimes
 from pipefit.ir.op import Op, Reduction
 from pipefit.ir.program import Program
@@ -28,7 +28,7 @@ from pipefit.ir.values import ACT, SAVED, WEIGHTS, Value
 from pipefit.partition.balance import Array
 from pipefit.planner.space import Config
 from pipefit.schedules import Schedule, Shape, find
-from pipefit.spec.plan import SHARD_SLOTS, Shard
+from pipefit.spec.plan import SHARD_SLOTS, Figures, Shard
 
 # Forwards of a program that is counted whole.
 _SMALL = 600
@@ -119,7 +119,7 @@ def _held_in(config: Config, recompute: bool, frozen: int, works: bool) -> tuple
     return tuple(grown)
 
 
-def replayed(config: Config) -> tuple[float, ...]:
+def replayed(config: Config) -> Figures:
     """Of each stage the share of its forwards that are replayed, if all stages keep only their input.
 
     Forwards whose backward follows at once are not replayed.
@@ -156,7 +156,7 @@ def collectives_of(config: Config) -> list[tuple[float, float]]:
     return found
 
 
-def least_replayed(config: Config) -> tuple[float, ...]:
+def least_replayed(config: Config) -> Figures:
     """Of each stage at least so large a share of its forwards is replayed, if all keep only their input.
 
     No program is needed where the schedule knows its forwards before the first backward: where there is only one, each
@@ -178,7 +178,7 @@ def least_replayed(config: Config) -> tuple[float, ...]:
     return tuple(shares.get(count, 1.0) for count in counts)
 
 
-def ahead_of(config: Config) -> tuple[Indices, ...]:
+def ahead_of(config: Config) -> Groups:
     """Of each rank the forwards of its stages before its first backward; (): only the program shows them."""
     if config.replicas:
         return ()
@@ -186,7 +186,7 @@ def ahead_of(config: Config) -> tuple[Indices, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _ahead(schedule: Schedule, depth: int, count: int, chunks: int) -> tuple[Indices, ...]:
+def _ahead(schedule: Schedule, depth: int, count: int, chunks: int) -> Groups:
     formula = schedule.ahead
     if formula is None:
         return ()
@@ -304,7 +304,7 @@ def _counted(config: Config) -> Small:
 
 
 @lru_cache(maxsize=512)
-def _run_once(small: Small) -> tuple[float, ...]:
+def _run_once(small: Small) -> Figures:
     """Of each stage the forwards per update that are not replayed, if all stages keep only their input."""
     program = small_program(small)
     header = program.header
@@ -351,7 +351,7 @@ def most_bytes(holding: Holding, size_of: Callable[[str, int], float | Array]) -
     return found
 
 
-def peaks(holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[Indices]) -> tuple[float, ...]:
+def peaks(holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[Indices]) -> Figures:
     """Peak bytes of each rank, optimizer state included; every stage stays on its device."""
 
     def size_of(kind: str, stage: int) -> float:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pipefit.cost import ModelBytes, speeds_of
-from pipefit.ir.instruction import Indices
+from pipefit.ir.instruction import Groups, Indices
 from pipefit.planner.computed_profile import profile_at
 from pipefit.schedules import find, placement_of
 from pipefit.spec import Device, Partition, Placement, Profile, SpillSpec, Tier, Topology
@@ -64,7 +64,7 @@ class Cap:
     copies: int = 1
     num_chunks: int = 0
     clip: bool = False
-    ties: tuple[Indices, ...] = ()
+    ties: Groups = ()
     sizes: ModelBytes | None = None
     taken_bytes: float = 0.0
 
@@ -73,7 +73,7 @@ class Cap:
         """Ranks of each pipeline."""
         return self.num_ranks // self.copies
 
-    def ties_of(self, partition: Partition) -> tuple[Indices, ...]:
+    def ties_of(self, partition: Partition) -> Groups:
         """The stages that share a weight because layers of them do."""
         owner = partition.stage_of
         groups = set()
@@ -117,7 +117,7 @@ class Config:
     shard: Shard = "none"
     partitioner: str = "minmax"
     replicas: Indices = ()
-    layers: tuple[Indices, ...] = ()
+    layers: Groups = ()
     spill: SpillSpec | None = None
     shares: Indices = ()
 

@@ -17,7 +17,7 @@ from msgspec import structs
 from pipefit.cost import CostModel
 from pipefit.errors import InfeasibleError
 from pipefit.ir.graph import FEW_SENDS
-from pipefit.ir.instruction import Indices
+from pipefit.ir.instruction import Groups, Indices
 from pipefit.ir.liveness import arena_bytes, device_peak_bytes, tier_peak_bytes
 from pipefit.ir.program import Program
 from pipefit.ir.spill import UNDER_WAY
@@ -272,7 +272,7 @@ def spilled_cuts(problem: Problem, microbatch_size: int, finest: bool = False) -
         yield Partition.from_counts(_dealt([1] * num_layers, weights, depth), num_layers)
 
 
-def layers_of(partition: Partition) -> tuple[Indices, ...]:
+def layers_of(partition: Partition) -> Groups:
     """The layers of each stage."""
     return tuple(stage.layers for stage in partition.stages)
 

@@ -7,7 +7,7 @@ from itertools import count as count_from
 import msgspec
 
 from pipefit.errors import ScheduleError, check_figures
-from pipefit.ir.instruction import Indices
+from pipefit.ir.instruction import Groups, Indices
 from pipefit.ir.program import MOST_STAGES, Header, WeightRule
 from pipefit.ir.spill import Spill
 from pipefit.spec.arguments import check_fields
@@ -46,10 +46,10 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     num_chunks: int = 1
     num_steps: int = 1
     replicas: Indices = ()
-    placement: tuple[Indices, ...] = ()
+    placement: Groups = ()
     recompute: Indices | None = ()
     inside: dict[int, str] = {}
-    ties: tuple[Indices, ...] = ()
+    ties: Groups = ()
     clip: bool = False
     commit: bool = False
     shard: Shard = "none"
@@ -133,7 +133,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
                 )
 
 
-def placement_of(depth: int, num_chunks: int, layout: str, replicas: Indices = ()) -> tuple[Indices, ...]:
+def placement_of(depth: int, num_chunks: int, layout: str, replicas: Indices = ()) -> Groups:
     """The ranks of each stage.
 
     Layouts: "loop" (stage s on position s mod p; linear when there is one chunk), "wave" (down and up again, a V for

@@ -10,6 +10,7 @@ from itertools import product
 from operator import mul
 from random import Random
 
+from pipefit.spec.plan import Figures
 from pipefit.synthesize.order_problem import BACKWARD, FORWARD, INPUT, WEIGHT, Order, OrderProblem
 
 Timed = list[tuple[float, int]]
@@ -29,7 +30,7 @@ class Policy:
     """
 
     eager: tuple[bool, ...]
-    room: tuple[float, ...]
+    room: Figures
     group: int
     patience: float
 
