@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from pipefit.cost import CostModel
 from pipefit.errors import ScheduleError
-from pipefit.ir.collector import collector_paused
 from pipefit.ir.graph import FEW_SENDS
 from pipefit.ir.instruction import Groups, Indices
 from pipefit.ir.liveness import Lifetime, lifetimes, peak_inflight, working_lifetimes
@@ -241,9 +240,8 @@ def small_program(small: Small) -> Program:
         steps = 3
     else:
         steps = 3 * depth + 2
-    with collector_paused():
-        shape = Shape(depth, count, chunks, steps, replicas, recompute=recompute, frozen=frozen, shard=small.shard)
-        return schedule(shape)
+    shape = Shape(depth, count, chunks, steps, replicas, recompute=recompute, frozen=frozen, shard=small.shard)
+    return schedule(shape)
 
 
 @lru_cache(maxsize=64)
@@ -323,9 +321,8 @@ def _held(small: Small) -> tuple[Holding, ...]:
     lives_of: Callable[[Program, int], list[Lifetime]] = lifetimes
     if small.works:
         lives_of = partial(working_lifetimes, summed=small.summed)
-    with collector_paused():
-        ranks = [ranks[0] for ranks in program.header.placement[: small.depth]]
-        return tuple(_rows(lives_of(program, rank)) for rank in ranks)
+    ranks = [ranks[0] for ranks in program.header.placement[: small.depth]]
+    return tuple(_rows(lives_of(program, rank)) for rank in ranks)
 
 
 @lru_cache(maxsize=512)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from pipefit.ir.graph import Graph, dependency_graph
-from pipefit.ir.instruction import Instruction, StageAt
+from pipefit.ir.instruction import StageAt
 from pipefit.ir.op import Op
 from pipefit.ir.program import Header, Program
-from pipefit.ir.values import Value, consumes
+from pipefit.ir.values import CONSUMES, Value
+from pipefit.ir.values import Rule as ValueRule
 
 Places = dict[tuple[int, Value], list[int]]
 """Numbers of instructions by rank and value."""
 
 ByOperation = dict[Op, defaultdict[StageAt, list[int]]]
-ValuesOf = Callable[[Instruction, Program, int], tuple[Value, ...]]
-"""The values of an instruction of a program on a rank."""
 
 
 class Finding(NamedTuple):
@@ -86,7 +85,7 @@ class Subject:
     @cached_property
     def gone(self) -> Places:
         """The places at which values were consumed."""
-        return self.places_of(consumes)
+        return self.places_of(CONSUMES)
 
     @property
     def header(self) -> Header:
@@ -108,12 +107,12 @@ class Subject:
         rank, index = self.place(number)
         return f"rank {rank}[{index}] {self.graph.instructions[number]}"
 
-    def places_of(self, values: ValuesOf) -> Places:
+    def places_of(self, rules: Mapping[Op, ValueRule]) -> Places:
         """The instructions that make (or need, or consume) each value, in order, by its rank and the value."""
         found: Places = defaultdict(list)
         for number, i in enumerate(self.graph.instructions):
             rank = self.graph.ranks[number]
-            for value in values(i, self.program, rank):
+            for value in rules[i.op](i, self.program, rank):
                 found[rank, value].append(number)
         return found
 
