@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from pipefit.ir.instruction import StageNumbers
 from pipefit.ir.liveness import is_in_place
-from pipefit.ir.op import COMPUTE_OPS, Kind, Op
+from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.ir.program import WeightRule
 from pipefit.ir.versions import required_versions
 from pipefit.verify.subject import Finding, Findings, Subject
@@ -61,7 +61,7 @@ def _dropped(s: Subject, rank: int) -> Findings:
             last_use[i.stage, i.version] = number
             if i.op is Op.STEP:
                 newest[i.stage] = max(newest[i.stage], i.version + 1)
-        elif i.op is Op.DROP or (i.op is Op.EVICT and i.kind == Kind.WEIGHTS):
+        elif i.op is Op.DROP:
             gone[i.stage, i.version] = number
     next_busy = dict(pairwise(busy))
     for (stage, version), number in gone.items():
