@@ -44,11 +44,16 @@ def first_scale(half: torch.dtype | None, scale: float | None) -> float | None:
     return scale
 
 
+def in_float32(leaf: Tensor, half: torch.dtype | None) -> Tensor:
+    """A tensor of the half type in float32, any other as it is."""
+    if leaf.dtype == half:
+        return leaf.float()
+    return leaf
+
+
 def widened(leaves: Sequence[Tensor], flags: Sequence[bool], half: torch.dtype | None) -> list[Tensor]:
-    """The input from the stage before, as float32 where it carries a gradient."""
-    if half is None:
-        return list(leaves)
-    return [leaf.float() if flag and leaf.dtype == half else leaf for leaf, flag in zip(leaves, flags, strict=True)]
+    """The input from the stage before, in float32 where it carries a gradient."""
+    return [in_float32(leaf, half) if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
 
 
 def narrowed(leaves: Sequence[Tensor], flags: Sequence[bool], half: torch.dtype | None) -> list[Tensor]:
@@ -60,13 +65,6 @@ def narrowed(leaves: Sequence[Tensor], flags: Sequence[bool], half: torch.dtype 
         return list(leaves)
     flagged = zip(leaves, flags, strict=True)
     return [leaf.to(half) if flag and leaf.dtype == torch.float32 else leaf for leaf, flag in flagged]
-
-
-def in_float32(leaves: Sequence[Tensor], half: torch.dtype | None) -> list[Tensor]:
-    """The model's output for the loss."""
-    if half is None:
-        return list(leaves)
-    return [leaf.float() if leaf.dtype == half else leaf for leaf in leaves]
 
 
 def scale_versions(program: Program) -> tuple[int, ...]:
