@@ -75,8 +75,8 @@ def stand_in(
         made = {}
     for layer in layers:
         for module in layer.module.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                if of(parameter):
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and of(parameter):
                     if parameter not in made:
                         made[parameter] = _like(parameter, make(parameter))
                     setattr(module, name, made[parameter])

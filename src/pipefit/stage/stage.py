@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,7 +91,8 @@ class Stage:
         for norm in self.batchnorms:
             if not norm.has_own_forward:
                 self._norm_forwards[norm.module] = norm.forward
-        self._buffers = _other_buffers(self.layers, {norm.module for norm in self.batchnorms})
+        norms = {norm.module for norm in self.batchnorms}
+        self._buffers = [one for one in _places_of_buffers(self.layers) if one[1] not in norms]
         self._is_replicated = False
         self.replayed: dict[nn.Module, Forward] = {}
         self._cores: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -214,7 +215,8 @@ class Stage:
         finally:
             self._generator.set_state(state)
 
-    def replaying(self, version: int) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def replaying(self, version: int) -> Iterator[None]:
         """The context of a backward: forwards that it replays change no running averages.
 
         Args:
@@ -223,20 +225,13 @@ class Stage:
         Raises:
             ModelError: a layer that it replayed changes another buffer.
         """
+        unchanged: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        halved: Mapping[nn.Module, Forward] = {}
         if self.replayed:
             self.halves.at(version)
-        if self.replayed or self.batchnorms:
-            return self._replaying()
-        return contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def _replaying(self) -> Iterator[None]:
+            unchanged = self._unchanged()
+            halved = self.halves.forwards
         try:
-            unchanged: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            halved: Mapping[nn.Module, Forward] = {}
-            if self.replayed:
-                unchanged = self._unchanged()
-                halved = self.halves.forwards
             with self._norms_copied(None), replaced_forwards(halved), unchanged:
                 yield
         except RuntimeError as problem:
@@ -245,14 +240,12 @@ class Stage:
                 raise self._changes(f"of its layers ({', '.join(names)}, …)") from problem
             raise
 
-    def _norms_copied(self, update: int | None) -> contextlib.AbstractContextManager[None]:
-        """The context in which batch norms change copies of their averages; see `batchnorm.copied`."""
-        if self.training and self.batchnorms:
-            return self._copied(update)
-        return contextlib.nullcontext()
-
     @contextlib.contextmanager
-    def _copied(self, update: int | None) -> Iterator[None]:
+    def _norms_copied(self, update: int | None) -> Iterator[None]:
+        """The context in which batch norms change copies of their averages; see `batchnorm.copied`."""
+        if not self.training:
+            yield
+            return
         with batchnorm.copied(self.batchnorms, update), replaced_forwards(self._norm_forwards):
             yield
 
@@ -315,11 +308,10 @@ class Stage:
 
     def saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers under the user's names that a `state_dict` has."""
-        for layer in self.layers:
-            for path, module in modules_of(layer.module, layer.prefix):
-                for key, buffer in module._buffers.items():
-                    if buffer is not None and key not in module._non_persistent_buffers_set:
-                        yield f"{path}.{key}", buffer
+        for name, module, key in _places_of_buffers(self.layers):
+            buffer = module._buffers[key]
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield name, buffer
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights and buffers under the user's names."""
@@ -350,12 +342,10 @@ def _version(buffer: Tensor | None) -> int | None:
     return buffer._version
 
 
-def _other_buffers(layers: Sequence[NamedLayer], norms: Set[nn.Module]) -> list[tuple[str, nn.Module, str]]:
-    """(name, module, key) of the buffers of some layers that are not a batch norm's."""
-    found = []
+def _places_of_buffers(layers: Sequence[NamedLayer]) -> Iterator[tuple[str, nn.Module, str]]:
+    """(name, module, key) of the buffers of some layers."""
     for layer in layers:
         for path, module in modules_of(layer.module, layer.prefix):
-            if module not in norms:
-                held = [key for key, buffer in module._buffers.items() if buffer is not None]
-                found += [(f"{path}.{key}".removeprefix("."), module, key) for key in held]
-    return found
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield f"{path}.{key}".removeprefix("."), module, key
