@@ -12,12 +12,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -206,7 +206,7 @@ def _trained(run: _Forward, work: Workload, room_bytes: float, state_per_weight:
     weights = graded(run.layer.module.parameters())
     for parameter in weights:
         parameter.grad = torch.zeros_like(parameter)
-    layer = replace(run.layer, module=cast(torch.nn.Module, run))
+    layer = NamedLayer(0, run.layer.name, cast(torch.nn.Module, run))
     passes = _repeated(Step([layer], run.payload, None, None, clock).marked)
     for leaf in tensors_of(run.payload):
         leaf.grad = None
@@ -269,64 +269,69 @@ def _repeated(measure: Callable[[], T]) -> list[T]:
 
 def _corrected(profile: Profile, found: Sequence[_Found | None]) -> Profile:
     layers = []
-    trained: list[_Trained | None] = []
-    totals = []
-    steps = []
-    grown = []
-    together = []
+    measured = []
     for layer, one in zip(profile.layers, found, strict=True):
-        measured = None
         if one is not None:
-            layer = msgspec.structs.replace(layer, saved_bytes=layer.saved_bytes + one.noted_bytes)
-            measured = one.trained
+            layer = replace(layer, saved_bytes=layer.saved_bytes + one.noted_bytes)
+            if one.trained is not None:
+                measured.append((layer, one.trained))
         layers.append(layer)
-        trained.append(measured)
-        if measured is not None:
-            totals.append((layer.total_s, measured.forward_s + measured.backward_s))
-            if measured.step_s:
-                steps.append((layer.wgrad_bytes, measured.step_s))
-                grown.append((layer.wgrad_bytes, measured.step_bytes))
-                together.append((measured.one_step_bytes, measured.step_bytes))
-    if not totals:
-        return msgspec.structs.replace(profile, layers=tuple(layers))
-    ratio = _ratio(totals)
-    per_byte_s = _ratio(steps, none=0.0)
-    per_byte = _ratio(grown, none=0.0)
+    if not measured:
+        return replace(profile, layers=tuple(layers))
+    stepped = [(layer, one) for layer, one in measured if one.step_s]
+    rates = _Rates(
+        _ratio([(layer.total_s, one.forward_s + one.backward_s) for layer, one in measured]),
+        _ratio([(layer.wgrad_bytes, one.step_s) for layer, one in stepped], none=0.0),
+        _ratio([(layer.wgrad_bytes, one.step_bytes) for layer, one in stepped], none=0.0),
+    )
+    layers = [rates.corrected(layer, one and one.trained) for layer, one in zip(layers, found, strict=True)]
+    growths = [layer.step_work_bytes for layer in layers]
+    growth = max(growths)
+    if _ratio([(one.one_step_bytes, one.step_bytes) for _, one in stepped]) > _AT_ONCE:
+        growth = sum(growths)
+    return replace(
+        profile,
+        layers=tuple(layers),
+        loss_s=profile.loss_s * rates.time,
+        optimizer_s=sum(layer.step_s for layer in layers) or profile.optimizer_s,
+        step_work_bytes=growth,
+        source=f"{profile.source}; {len(measured)} of {len(layers)} layers by one of their kind, measured",
+    )
 
-    def corrected(layer: Layer, measured: _Trained | None) -> Layer:
+
+class _Rates(NamedTuple):
+    """Measured over computed figures, of all layers that were measured.
+
+    Attributes:
+        time: seconds of forward and backward.
+        step: seconds of a step for each byte of a gradient.
+        growth: bytes by which memory grows in a step for each byte of a gradient.
+    """
+
+    time: float
+    step: float
+    growth: float
+
+    def corrected(self, layer: Layer, measured: _Trained | None) -> Layer:
+        """The layer with measured figures, or with its computed ones at these rates."""
         if measured is None:
-            measured = _Trained(layer.forward_s * ratio, layer.backward_s * ratio, 0.0, 0.0, 0.0)
-        backward_s = measured.backward_s
-        step_s = layer.wgrad_bytes * per_byte_s
-        step_bytes = layer.wgrad_bytes * per_byte
+            measured = _Trained(layer.forward_s * self.time, layer.backward_s * self.time, 0.0, 0.0, 0.0)
+        step_s = layer.wgrad_bytes * self.step
+        step_bytes = layer.wgrad_bytes * self.growth
         if measured.step_s:
             step_s = measured.step_s
             step_bytes = measured.step_bytes
         inputs = 0.0
         if layer.backward_s:
             inputs = layer.backward_input_s / layer.backward_s
-        return msgspec.structs.replace(
+        return replace(
             layer,
             forward_s=measured.forward_s,
-            backward_input_s=backward_s * inputs,
-            backward_weight_s=backward_s * (1 - inputs),
+            backward_input_s=measured.backward_s * inputs,
+            backward_weight_s=measured.backward_s * (1 - inputs),
             step_s=step_s,
             step_work_bytes=step_bytes,
         )
-
-    layers = list(map(corrected, layers, trained))
-    growths = [layer.step_work_bytes for layer in layers]
-    growth = max(growths)
-    if _ratio(together) > _AT_ONCE:
-        growth = sum(growths)
-    return msgspec.structs.replace(
-        profile,
-        layers=tuple(layers),
-        loss_s=profile.loss_s * ratio,
-        optimizer_s=sum(layer.step_s for layer in layers) or profile.optimizer_s,
-        step_work_bytes=growth,
-        source=f"{profile.source}; {len(totals)} of {len(layers)} layers by one of their kind, measured",
-    )
 
 
 def _ratio(pairs: Sequence[tuple[float, float]], none: float = 1.0) -> float:
