@@ -21,14 +21,13 @@ from torch.func import functional_call
 
 from pipefit.cost.kernels import kernels_s, timed
 from pipefit.cutting.states import attributes_kept
-from pipefit.errors import ModelError, ProfileError
+from pipefit.errors import ProfileError
 from pipefit.profiling.computed_work import layer_work, loss_work
 from pipefit.profiling.counting import KernelCount, pretended
 from pipefit.profiling.survey import bytes_of, saved_storages, storage_key, travelling, weighed
 from pipefit.profiling.tensors import (
     batch_of,
     call_layer,
-    describe,
     graded,
     map_tensors,
     num_bytes,
@@ -44,7 +43,7 @@ from pipefit.stage.payload import sent
 from pipefit.stage.replay import AttentionCores, replayed, replayed_module
 from pipefit.stage.split import NamedLayer, modules_of, named_layers
 from pipefit.stage.stage import in_mode, replaced_forwards
-from pipefit.stage.training import Loss, with_metrics
+from pipefit.stage.training import Loss, checked_loss
 
 # Adam on float32 reads weight, gradient and two states, and writes all but the gradient: seven passes of 4 bytes.
 _ADAM_BYTES = 28
@@ -359,9 +358,8 @@ def _loss_s(loss: Loss, output: Any, target: Any, device: Device) -> float:
     with pretended(), torch.enable_grad():
         payload = like(output)
         with counter:
-            value, _ = with_metrics(loss(payload, like(target)))
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            raise ModelError(f"the loss must give one number to differentiate, got {describe(value)}")
+            returned = loss(payload, like(target))
+        value, _ = checked_loss(returned)
         forward = counter.take()
         inputs = graded(tensors_of(payload))
         return kernels_s(device, forward + _backward(counter, [value], inputs))

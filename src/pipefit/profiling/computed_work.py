@@ -33,26 +33,19 @@ class _Layer(nn.Module):
 
 
 def layer_work(run: Callable[[Any], Any], payload: Any, weights: Sequence[Tensor]) -> dict[str, float]:
-    """The figures of `pipefit.spec.profile.WORK` of one layer, between two others.
+    """The figures of `Work` of one layer, between two others.
 
     Args:
         run: the forward, on fake tensors.
         payload: its input.
         weights: its parameters.
     """
-    bare, first, further = _between(_Layer(run, weights), payload, None, None).work()
-    return {
-        "forward_work_bytes": further.forward_s[1],
-        "bare_work_bytes": bare.forward_s[1],
-        "backward_work_bytes": further.backward_s[1],
-        "first_work_bytes": first.backward_s[1],
-    }
+    return _between(_Layer(run, weights), payload, None, None).work().of_layer(1)
 
 
 def loss_work(loss: Loss, output: Any, target: Any) -> float:
     """The most by which memory grows in the loss of an output and its gradient."""
-    _, _, further = _between(_Layer(_passed_on), output, loss, target).work()
-    return further.loss_s
+    return _between(_Layer(_passed_on), output, loss, target).work().further.loss_s
 
 
 def _between(layer: _Layer, payload: Any, loss: Loss | None, target: Any) -> Step:
