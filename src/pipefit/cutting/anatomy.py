@@ -5,13 +5,12 @@ One run of the model with an example shows the modules that are called, how ofte
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 from pipefit.cutting.channels import Channels
@@ -81,18 +80,16 @@ def calls_of(model: nn.Module, given: Given, channels: Channels | None = None) -
     """
     channels = channels or Channels(model)
     args, kwargs = given
+    paths = {module: path for path, module in model.named_modules()}
     found: list[str] = []
-    with contextlib.ExitStack() as hooks:
-        hooks.enter_context(channels.following(given))
-        for path, module in model.named_modules():
-            note = functools.partial(_note, found, path)
-            hooks.enter_context(module.register_forward_pre_hook(note))
+
+    def note(module: nn.Module, given: Any) -> None:
+        if module in paths:
+            found.append(paths[module])
+
+    with channels.following(given), register_module_forward_pre_hook(note):
         model(*args, **kwargs)
     return found
-
-
-def _note(found: list[str], path: str, module: nn.Module, given: Any) -> None:
-    found.append(path)
 
 
 _BLOCK = "GradientCheckpointingLayer"
