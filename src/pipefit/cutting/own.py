@@ -46,6 +46,23 @@ def without_adapters(model: nn.Module) -> Any:
     return model
 
 
+def arguments_of(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The arguments that a model of transformers takes."""
+    return inspect.signature(without_adapters(model).forward).parameters
+
+
+def text_configuration(config: Any) -> Any:
+    """The part of a configuration that is about text, or the whole one."""
+    if hasattr(config, "get_text_config"):
+        return config.get_text_config()
+    return config
+
+
+def most_positions(config: Any) -> int:
+    """The most tokens that a configuration allows; 0: it does not say."""
+    return getattr(text_configuration(config), "max_position_embeddings", None) or 0
+
+
 @dataclass(frozen=True)
 class Call:
     """The arguments of a model for a batch: the batch's entries by name, and the settings of a training forward."""
@@ -55,7 +72,7 @@ class Call:
     @classmethod
     def of(cls, model: nn.Module) -> Call:
         """The call of a model of transformers, without a cache for generation."""
-        names = inspect.signature(without_adapters(model).forward).parameters
+        names = arguments_of(model)
         open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in names.values())
         config = getattr(model, "config", None)
         caches = "use_cache" in names or (open_ended and getattr(config, "use_cache", None) is not None)
@@ -140,14 +157,10 @@ def own_loss(output: Mapping[str, Tensor], batch: Mapping[str, Tensor], weigh: L
 
 def loss_of(model: nn.Module) -> tuple[Callable[[Any, Any], Tensor] | None, Labels | None]:
     """A model's own loss as (output, batch) -> mean, and the weight of a batch in it; None: it takes no labels."""
-    if not _takes_labels(model):
+    if "labels" not in arguments_of(model):
         return None, None
     weigh = Labels.of(model)
     return functools.partial(own_loss, weigh=weigh), weigh
-
-
-def _takes_labels(model: nn.Module) -> bool:
-    return "labels" in inspect.signature(without_adapters(model).forward).parameters
 
 
 @dataclass(frozen=True)
@@ -195,13 +208,12 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0, tokens: int = 0)
     """
     base = without_adapters(model)
     config = base.config
-    text = config
-    if hasattr(config, "get_text_config"):
-        text = config.get_text_config()
+    text = text_configuration(config)
+    takes_labels = "labels" in arguments_of(model)
     generator = torch.Generator().manual_seed(seed)
     name = getattr(base, "main_input_name", "input_ids")
     heads = type(base).__name__
-    length = tokens or min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
+    length = tokens or min(_TOKENS, most_positions(config) or _TOKENS)
 
     def numbers(*shape: int) -> Tensor:
         kinds = [p.dtype for p in base.parameters() if p.is_floating_point()] or [torch.float32]
@@ -219,7 +231,7 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0, tokens: int = 0)
         if isinstance(sides, int):
             sides = (sides, sides)
         batch = {name: numbers(getattr(config, "num_channels", 3), *sides)}
-        if _takes_labels(model):
+        if takes_labels:
             batch["labels"] = classes()
         return batch
     if name == "input_features":
@@ -234,7 +246,7 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0, tokens: int = 0)
     batch = {"input_ids": words().masked_fill(seen == 0, padding)}
     if not tokens:
         batch["attention_mask"] = seen
-    if _takes_labels(model):
+    if takes_labels:
         if "SequenceClassification" in heads:
             batch["labels"] = classes()
         else:
