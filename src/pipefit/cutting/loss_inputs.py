@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from pipefit.cutting.cut_model import Cut
 from pipefit.cutting.differences import worst_difference
 from pipefit.cutting.proof import seed
-from pipefit.cutting.states import States, kept_outside, own_copy
+from pipefit.cutting.states import States, kept_outside, own_copy, with_loss
 from pipefit.errors import ModelError
 from pipefit.runtime.microbatches import Weigh, feed_of, largest_part
 from pipefit.runtime.session import current
@@ -47,12 +47,10 @@ def refuse_aside(model: Any, loss: Callable[[Any, Any], Any], example: tuple[Any
     Raises:
         ModelError: it does.
     """
-    both: Any = nn.Module()
-    both.loss = loss
     if isinstance(model, Cut):
-        both.model = model.model
+        both = with_loss(loss, model.model)
     else:
-        both.model = nn.Sequential(*model)
+        both = with_loss(loss, nn.Sequential(*model))
     losses: list[list[Any]] = []
     other = pytree.tree_map_only(Tensor, lambda leaf: leaf.roll(1), example[0])
     with contextlib.suppress(Exception), kept_outside(both), torch.no_grad():
@@ -84,10 +82,7 @@ class FirstLoss:
 
     def __init__(self, loss: Callable[[Any, Any], Any], layers: nn.Module) -> None:
         self._loss = loss
-        both: Any = nn.Module()
-        both.loss = loss
-        both.model = layers
-        self._both = both
+        self._both = with_loss(loss, layers)
 
     def __call__(self, output: Any, target: Any) -> Any:
         """The loss."""

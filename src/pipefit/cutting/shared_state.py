@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipefit.cutting.objects import data_of, named_parts
 from pipefit.cutting.outer import Variable, can_change, outer_variables
-from pipefit.cutting.states import OF_TORCH
+from pipefit.cutting.states import OF_TORCH, with_loss
 from pipefit.errors import ModelError
 from pipefit.spec.plan import Partition
 from pipefit.stage.split import NamedLayer
@@ -139,10 +139,9 @@ class _Watch:
                 hook.remove()
 
 
-def _holder(loss: Any) -> nn.Module:
+def _holder(loss: Any) -> Any:
     """A module that has a loss, and the object of which it is a method."""
-    holder = nn.Module()
-    holder.loss = loss
+    holder = with_loss(loss)
     holder.__dict__["owner"] = getattr(loss, "__self__", None)
     return holder
 

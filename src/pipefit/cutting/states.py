@@ -28,6 +28,8 @@ from torch.utils import _pytree as pytree
 from pipefit.cutting.outer import outer_variables
 from pipefit.errors import ModelError
 from pipefit.stage.device import random_state_kept
+from pipefit.stage.materialise import stand_in
+from pipefit.stage.split import NamedLayer
 
 TREE = ("_parameters", "_modules")
 _SHARED = (
@@ -197,18 +199,31 @@ def kept_buffers(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 @contextlib.contextmanager
-def kept_outside(model: nn.Module) -> Iterator[None]:
-    """The context after which weights and random numbers are what they were."""
+def kept_outside(model: nn.Module, device: torch.device | str = "cpu") -> Iterator[None]:
+    """The context after which weights, and random numbers of the host and of a device, are what they were."""
     kept = [(one, one.data, one.grad, one.requires_grad) for one in model.parameters()]
     try:
-        with random_state_kept(torch.device("cpu")):
+        with random_state_kept(torch.device(device)):
             yield
     finally:
         for parameter, data, grad, trains in kept:
-            if parameter.data.data_ptr() != data.data_ptr() or parameter.shape != data.shape:
+            parameter.grad = None
+            if _form(parameter) != _form(data):
                 parameter.data = data
             parameter.grad = grad
             parameter.requires_grad_(trains)
+
+
+def _form(tensor: Tensor) -> tuple[int, torch.Size, torch.dtype]:
+    return tensor.data_ptr(), tensor.shape, tensor.dtype
+
+
+def with_loss(loss: Any, model: nn.Module | None = None) -> Any:
+    """One module that has a model and its loss, so that the state of both is found."""
+    both: Any = nn.Module()
+    both.model = model
+    both.loss = loss
+    return both
 
 
 @contextlib.contextmanager
@@ -221,12 +236,10 @@ def attributes_kept(layers: Iterable[nn.Module], loss: Any = None) -> Iterator[N
         layers: a sequence; weights and buffers are the caller's.
         loss: of its output, whose variables are kept, too.
     """
-    root = nn.Module()
-    root.layers = nn.ModuleList(layers)
-    root.loss = loss
-    states = States(root)
+    roots = nn.ModuleList(layers)
+    states = States(with_loss(loss, roots))
     state = None
-    if not any(hasattr(layer, "shell") for layer in root.layers):
+    if not any(hasattr(layer, "shell") for layer in roots):
         with contextlib.suppress(ModelError):
             state = states.fresh(())
     if state is None:
@@ -239,14 +252,17 @@ def attributes_kept(layers: Iterable[nn.Module], loss: Any = None) -> Iterator[N
 def fill_zeros(model: nn.Module) -> None:
     """Replaces the weights that are all 0 by random ones: a 0 hides what it multiplies, and its gradient."""
     generator = torch.Generator().manual_seed(0)
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if type(parameter) is nn.Parameter and parameter.is_floating_point() and not parameter.is_meta:
-                if id(parameter) not in made and not parameter.count_nonzero():
-                    values = torch.randn(parameter.shape, generator=generator).mul_(0.1).to(parameter)
-                    made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
-                module._parameters[name] = made.get(id(parameter), parameter)
+
+    def drawn(weight: Tensor) -> Tensor:
+        return torch.randn(weight.shape, generator=generator).mul_(0.1).to(weight)
+
+    stand_in([NamedLayer(0, "", model)], drawn, _is_zero)
+
+
+def _is_zero(tensor: Tensor) -> bool:
+    if type(tensor) is not nn.Parameter or not tensor.is_floating_point() or tensor.is_meta:
+        return False
+    return not tensor.count_nonzero()
 
 
 def seed_torch(number: int) -> None:
