@@ -23,13 +23,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ShapesCollection, export
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from pipefit.cutting.flow import Flow, memory_of, written_by
-from pipefit.cutting.states import Copying
+from pipefit.cutting.states import copying
 from pipefit.errors import ModelError
 from pipefit.stage.batchnorm import TRACKED, normalised
+from pipefit.stage.instead import Instead
 from pipefit.stage.opened import Rest, opened
 
 _INSIDE = "of_pipefit"
@@ -60,7 +60,7 @@ def copied(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
             made = nn.Parameter(made, tensor.requires_grad)
         memo[id(tensor)] = made
     try:
-        with Copying():
+        with copying():
             return copy.deepcopy(model, memo)
     except Exception as problem:
         raise ModelError(f"it cannot be copied: {problem}") from problem
@@ -111,7 +111,7 @@ def _flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dt
     free = shapes.dynamic_shapes(root, args, kwargs)
     drawn = random.getstate()
     try:
-        with _silence(), _Refusing():
+        with _silence(), Instead(_LOST, _refuse_lost):
             program = export(root, args, kwargs, strict=False, dynamic_shapes=free)
             module = program.module()
     except ModelError:
@@ -144,16 +144,9 @@ def _silence() -> Iterator[None]:
         logging.disable(before)
 
 
-class _Refusing(TorchFunctionMode):
-    """While it is entered, functions whose effect a graph would lose raise a `ModelError`."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Calls a function of torch."""
-        if func in _LOST:
-            raise ModelError(f"its forward calls {_LOST[func]}, which its graph would lose: call it in the loss")
-        return func(*args, **kwargs or {})
+def _refuse_lost(func: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuses a function whose effect a graph would lose."""
+    raise ModelError(f"its forward calls {_LOST[func]}, which its graph would lose: call it in the loss")
 
 
 class _Around(nn.Module):

@@ -16,18 +16,18 @@ import threading
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from pipefit.cutting.outer import outer_variables
 from pipefit.errors import ModelError
 from pipefit.stage.device import random_state_kept
+from pipefit.stage.instead import Instead
 from pipefit.stage.materialise import stand_in
 from pipefit.stage.split import NamedLayer
 
@@ -102,7 +102,7 @@ class States:
                 for buffer in values["_buffers"].values():
                     memo[id(buffer)] = buffer
         dicts = []
-        with Copying(), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        with copying(), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             for (path, module), values in zip(self._modules.items(), self._start.dicts, strict=True):
                 copied = dict(values)
                 for key, value in values.items():
@@ -136,17 +136,15 @@ class States:
             variable.put(value)
 
 
-class Copying(TorchFunctionMode):
+def copying() -> Instead:
     """The context in which copies of computed tensors are detached; torch itself would refuse to copy them."""
+    return Instead({Tensor.__deepcopy__}, _copied_tensor)
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Calls a function of torch."""
-        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
-            tensor, memo = args
-            return memo.setdefault(id(tensor), tensor.detach().clone())
-        return func(*args, **kwargs or {})
+
+def _copied_tensor(func: Callable[..., Tensor], tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    if tensor.is_leaf:
+        return func(tensor, memo)
+    return memo.setdefault(id(tensor), tensor.detach().clone())
 
 
 def _copy_of(place: str, key: str, value: Any, memo: dict[int, Any]) -> Any:

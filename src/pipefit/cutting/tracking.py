@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipefit.stage.instead import Instead
 
 _OF_SHAPES = {
     f"aten::{name}"
@@ -96,7 +97,7 @@ class Tracker(TorchDispatchMode):
         global _followed_by
         before, _followed_by = _followed_by, self
         try:
-            with _Direct(self), self:
+            with Instead(_READS | _FOR_PEOPLE, self._direct), self:
                 yield
         finally:
             _followed_by = before
@@ -146,6 +147,13 @@ class Tracker(TorchDispatchMode):
             return value
         return self.on_read(found, value)
 
+    def _direct(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Reports a function that reads memory without an operation, unless it is for people."""
+        if func in _FOR_PEOPLE:
+            with self.quiet():
+                return func(*args, **kwargs)
+        return self.read(args[:1], func(*args, **kwargs))
+
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
         """The context in which reads are not reported."""
@@ -178,23 +186,6 @@ class Tracker(TorchDispatchMode):
         if operation.is_read or (operation.is_indexing and _takes_mask(args)):
             return self.read((args, kwargs), result)
         return result
-
-
-class _Direct(TorchFunctionMode):
-    """Reports functions that read memory without an operation."""
-
-    def __init__(self, tracker: Tracker) -> None:
-        super().__init__()
-        self._tracker = tracker
-
-    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _FOR_PEOPLE:
-            with self._tracker.quiet():
-                return func(*args, **(kwargs or {}))
-        value = func(*args, **(kwargs or {}))
-        if func in _READS:
-            return self._tracker.read(args[:1], value)
-        return value
 
 
 _followed_by: Tracker | None = None
