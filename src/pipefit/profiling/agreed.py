@@ -22,7 +22,6 @@ from pipefit.spec import Profile
 from pipefit.stage.compiler import Forward, compiled_forwards
 from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.materialise import is_meta
-from pipefit.stage.split import modules_of
 from pipefit.stage.stage import replaced_forwards
 
 _REPEATS = 9
@@ -50,10 +49,9 @@ def agreed_profile(
     forwards = compiled_forwards(work.layers, work.compiler)
     halves = HalfCopies()
     if work.half is not None:
-        modules = [module for layer in work.layers for _, module in modules_of(layer.module)]
-        if forwards:
-            modules = []
-        halves.take(modules, work.half, work.device.type)
+        # Compiled forwards cast their weights.
+        layers = [] if forwards else [layer.module for layer in work.layers]
+        halves.take(layers, work.half, work.device.type)
         forwards |= halves.forwards
         forwards |= _under_autocast(work, forwards)
 

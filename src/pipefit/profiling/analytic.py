@@ -41,7 +41,7 @@ from pipefit.stage.device import random_state_kept
 from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.payload import sent
 from pipefit.stage.replay import attention_cores, replayed, replayed_module
-from pipefit.stage.split import NamedLayer, modules_of, named_layers
+from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.stage import in_mode, replaced_forwards
 from pipefit.stage.training import Loss, checked_loss
 
@@ -104,28 +104,21 @@ def analytic_profile(
     costs = layer_costs(chain, example_input, device, size, dtype, half, works)
     loss_s = loss_work_bytes = 0.0
     if loss:
+        output = costs[-1].output
         goal = _form(target, dtype, batch, size)
-        with random_state_kept(torch.device("cpu")), attributes_kept((), loss):
-            loss_s = _loss_s(loss, costs[-1].output, goal, device)
+        with random_state_kept(torch.device("cpu")), attributes_kept((), loss), pretended(), torch.enable_grad():
+            loss_s = _loss_s(loss, output, goal, device)
             if works:
-                with pretended():
-                    loss_work_bytes = loss_work(loss, like(costs[-1].output), like(goal))
+                loss_work_bytes = loss_work(loss, like(output), like(goal))
     bandwidth = device.memory_bandwidth_bytes_per_s
     optimizer_s = 0.0
     if bandwidth:
         trained = sum(map(torch.numel, graded(parameters_of(chain))))
         optimizer_s = _ADAM_BYTES * trained / bandwidth
-    named = []
-    for layer, cost in zip(chain, costs, strict=True):
-        input_bytes = _input_bytes(layer, cost, len(chain))
-        found = replace(cost.layer, name=layer.name, input_bytes=input_bytes)
-        if half is not None and layer is not chain[-1]:
-            found = travelling(found, cost.output, half)
-        named.append(found)
     return Profile(
         model=model,
         microbatch_size=size,
-        layers=tuple(named),
+        layers=tuple(_placed(layer, cost, len(chain), half) for layer, cost in zip(chain, costs, strict=True)),
         device=f"computed: {device.flops:.4g} FLOP/s at {device.efficiency:.0%}, {bandwidth:.4g} bytes/s",
         source=f"computed from FLOP and bytes of each operation; torch {torch.__version__}",
         loss_s=loss_s,
@@ -134,10 +127,15 @@ def analytic_profile(
     )
 
 
-def _input_bytes(layer: NamedLayer, cost: LayerCost, num_layers: int) -> float | None:
-    if replayed_module(layer, num_layers) is None:
-        return None
-    return num_bytes(tensors_of(sent(cost.input)))
+def _placed(layer: NamedLayer, cost: LayerCost, num_layers: int, half: torch.dtype | None) -> Layer:
+    """The figures of a layer at its place in a model."""
+    input_bytes = None
+    if replayed_module(layer, num_layers) is not None:
+        input_bytes = num_bytes(tensors_of(sent(cost.input)))
+    found = replace(cost.layer, name=layer.name, input_bytes=input_bytes)
+    if half is not None and layer.index < num_layers - 1:
+        found = travelling(found, cost.output, half)
+    return found
 
 
 def layer_costs(
@@ -245,7 +243,7 @@ def _cost(
     counter = KernelCount([])
     halves = HalfCopies()
     if half is not None:
-        halves.take((module for _, module in modules_of(layer)), half, "cpu")
+        halves.take([layer], half, "cpu")
     computing = torch.autocast("cpu", half, enabled=half is not None)
     with in_mode(True, layer), pretended(), torch.enable_grad(), computing, replaced_forwards(halves.forwards):
         state = pretended_state(layer, dtype)
@@ -354,12 +352,12 @@ def pretended_state(layer: nn.Module, dtype: torch.dtype | None) -> dict[str, Te
 
 
 def _loss_s(loss: Loss, output: Any, target: Any, device: Device) -> float:
+    """Seconds of a loss and its gradient, by fake tensors."""
     counter = KernelCount([])
-    with pretended(), torch.enable_grad():
-        payload = like(output)
-        with counter:
-            returned = loss(payload, like(target))
-        value, _ = checked_loss(returned)
-        forward = counter.take()
-        inputs = graded(tensors_of(payload))
-        return kernels_s(device, forward + _backward(counter, [value], inputs))
+    payload = like(output)
+    with counter:
+        returned = loss(payload, like(target))
+    value, _ = checked_loss(returned)
+    forward = counter.take()
+    inputs = graded(tensors_of(payload))
+    return kernels_s(device, forward + _backward(counter, [value], inputs))

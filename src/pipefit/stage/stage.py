@@ -108,8 +108,7 @@ class Stage:
         """Sets the type that layers compute in, under autocast; after `compiled`, whose forwards cast their weights."""
         self.half = half
         if half is not None and not self.compiled:
-            modules = [module for layer in self.layers for _, module in modules_of(layer.module)]
-            self.halves.take(modules, half, self.device.type)
+            self.halves.take([layer.module for layer in self.layers], half, self.device.type)
 
     def replay(self, recompute: str, num_layers: int) -> None:
         """Lets the backward replay layers or attention.
