@@ -46,9 +46,11 @@ def measure_tier(
     place = torch.device(device)
     name = f"probe-{os.getpid()}"
     tier = TierStore(folder, name, device=place)
+    room = math.inf
     if folder is not None:  # two records, twice: half of what is free, where that is little
-        most = shutil.disk_usage(folder).free // 8
-        num_bytes = min(num_bytes, max(most // ALIGNMENT, 1) * ALIGNMENT)
+        free = shutil.disk_usage(folder).free
+        num_bytes = min(num_bytes, max(free // 8 // ALIGNMENT, 1) * ALIGNMENT)
+        room = free
     keys = Key(0, "weights"), Key(1, "weights")
     slots = [aligned(num_bytes, place).fill_(1) for _ in keys]
     try:
@@ -66,14 +68,9 @@ def measure_tier(
         for file in Path(folder or os.devnull).glob(f"{name}.*"):
             file.unlink()
     read_s, write_s, both_s = map(median_of, zip(*turns[1:], strict=True))
-    if capacity_bytes is None:
-        if folder is None:
-            capacity_bytes = math.inf
-        else:
-            capacity_bytes = shutil.disk_usage(folder).free
     return Tier(
         "host" if folder is None else "disk",
-        capacity_bytes,
+        room if capacity_bytes is None else capacity_bytes,
         num_bytes / read_s,
         num_bytes / write_s,
         # In parallel both would take the longer of the two times, one after the other their sum.
