@@ -133,25 +133,31 @@ def profile_kinds(
         # A small one is always measured, so that the smallest sufficient memory can be reported.
         if id(cost) in found or _needs_bytes(cost, trained=False) > max(room_bytes, _SMALL_BYTES):
             continue
-        trained = _needs_bytes(cost) <= room_bytes
+        trains = _needs_bytes(cost) <= room_bytes
         # A layer that cannot run in isolation, on random data of the right form, keeps its computed seconds.
         with random_state_kept(place), suppress(ModelError, RuntimeError):
             if layer.index:
                 payload = _payload(cost.input, place)
             else:
                 payload = map_tensors(torch.clone, first)
-            present = _present(layer, place)
-            compiled = replaced_forwards(compiled_forwards([present], work.compiler))
-            with untouched([present], place, None), compiled:
-                run = _Forward(present, payload, place, work.half)
-                run()
-                noted_bytes = _noted_bytes(run)
-                measured = None
-                if trained:
-                    measured = _trained(run, work, room_bytes, state_per_weight)
-            found[id(cost)] = _Found(measured, noted_bytes)
-            del present, run
+            found[id(cost)] = _measured(layer, payload, work, trains, room_bytes, state_per_weight)
     return _corrected(computed, [found.get(id(cost)) for cost in costs])
+
+
+def _measured(
+    layer: NamedLayer, payload: Any, work: Workload, trains: bool, room_bytes: float, state_per_weight: float
+) -> _Found:
+    """Measures a layer in isolation: its forward, and its training where there is memory for it."""
+    present = _present(layer, work.device)
+    compiled = replaced_forwards(compiled_forwards([present], work.compiler))
+    with untouched([present], work.device, None), compiled:
+        run = _Forward(present, payload, work.device, work.half)
+        run()
+        noted_bytes = _noted_bytes(run)
+        trained = None
+        if trains:
+            trained = _trained(run, work, room_bytes, state_per_weight)
+    return _Found(trained, noted_bytes)
 
 
 def _needs_bytes(cost: LayerCost, trained: bool = True) -> float:
