@@ -29,6 +29,7 @@ from pipefit.profiling.tensors import (
     batch_of,
     call_layer,
     graded,
+    in_graph,
     map_tensors,
     num_bytes,
     parameters_of,
@@ -276,8 +277,7 @@ def count_layer(
         persistent: storages that a forward does not save: weights and buffers.
     """
     leaves = like(given)
-    # A copy, which a layer may change in place, unlike a leaf of the graph.
-    payload = map_tensors(lambda tensor: tensor.clone() if tensor.requires_grad else tensor, leaves)
+    payload = map_tensors(in_graph, leaves)
     inputs = graded(tensors_of(leaves))
     seen: dict[int, Any] = {}
     cores: list[Kernel] = []

@@ -27,7 +27,17 @@ from pipefit.profiling.clock import Clock, median_of
 from pipefit.profiling.optimizer import step_growth, step_seconds
 from pipefit.profiling.passes import Step
 from pipefit.profiling.survey import bytes_of, saved_storages, storage_key
-from pipefit.profiling.tensors import batch_of, call_layer, graded, map_tensors, num_bytes, placed, take, tensors_of
+from pipefit.profiling.tensors import (
+    batch_of,
+    call_layer,
+    graded,
+    in_graph,
+    map_tensors,
+    num_bytes,
+    placed,
+    take,
+    tensors_of,
+)
 from pipefit.profiling.untouched import untouched
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.malloc import in_use
@@ -185,8 +195,7 @@ class _Forward:
     half: torch.dtype | None
 
     def __call__(self, payload: Any = None) -> Any:
-        # A tensor that a layer changes in place must not be a leaf.
-        given = map_tensors(_of_a_graph, self.payload if payload is None else payload)
+        given = map_tensors(in_graph, self.payload if payload is None else payload)
         with torch.enable_grad(), torch.autocast(self.device.type, self.half, enabled=self.half is not None):
             return call_layer(self.layer.name, self.layer.module, given)
 
@@ -255,12 +264,6 @@ def _noted_bytes(run: _Forward) -> float:
         grown.append(tell() - before)
     noted = max(median_of(grown[-3:]) - tensors, 0.0)
     return math.ceil(noted / _ROUNDED_TO_BYTES) * _ROUNDED_TO_BYTES
-
-
-def _of_a_graph(tensor: Tensor) -> Tensor:
-    if tensor.requires_grad:
-        return tensor.view_as(tensor)
-    return tensor
 
 
 def _repeated(measure: Callable[[], T]) -> list[T]:

@@ -41,6 +41,13 @@ def cut_off(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad).clone()
 
 
+def in_graph(tensor: Tensor) -> Tensor:
+    """A copy of a tensor that needs a gradient, which a layer may change in place, unlike a leaf of the graph."""
+    if tensor.requires_grad:
+        return tensor.clone()
+    return tensor
+
+
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the elements, as they would travel."""
     return sum(tensor.nbytes for tensor in tensors)
