@@ -394,8 +394,7 @@ class CutLayer(nn.Module):
 
     def everywhere(self) -> list[Tensor]:
         """The buffers of the code between the layers, which every stage runs."""
-        buffers = [buffer for module in self.shell.spine for buffer in module._buffers.values()]
-        return [buffer for buffer in buffers if buffer is not None]
+        return [buffer for module in self.shell.spine for buffer in module.buffers(recurse=False)]
 
     @property
     def block(self) -> nn.Module | None:

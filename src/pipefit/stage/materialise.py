@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.errors import ModelError
-from pipefit.stage.split import NamedLayer, joined
+from pipefit.stage.split import NamedLayer, joined, own_tensors
 from pipefit.stage.stage import layer_seed
 
 InitialiseLayer = Callable[[str, nn.Module], None]
@@ -45,12 +45,7 @@ def can_be_drawn(layers: Sequence[NamedLayer], own: InitialiseLayer | None = Non
         users.update(map(id, layer.module.parameters()))
     if max(users.values(), default=1) > 1:
         return False
-    return all(_reset_of(module) is not None for module in joined(layers).modules() if _has_own(module))
-
-
-def _has_own(module: nn.Module) -> bool:
-    tensors = (*module._parameters.values(), *module._buffers.values())
-    return any(tensor is not None for tensor in tensors)
+    return all(_reset_of(module) is not None for module in joined(layers).modules() if own_tensors(module))
 
 
 def _reset_of(module: nn.Module) -> Callable[[], None] | None:
@@ -178,7 +173,7 @@ def initialise(layers: Sequence[NamedLayer], seed: int, own: InitialiseLayer | N
         for layer in layers:
             torch.manual_seed(layer_seed(seed, _INITIALISATION, layer.index))
             for name, module in layer.module.named_modules(prefix=layer.prefix):
-                if not _has_own(module) or getattr(own, "is_complete", False):
+                if not own_tensors(module) or getattr(own, "is_complete", False):
                     continue
                 reset = _reset_of(module)
                 if reset is None:
