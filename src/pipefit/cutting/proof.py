@@ -32,7 +32,7 @@ from pipefit.cutting.states import Buffers, States, buffers_of, kept_outside, ow
 from pipefit.cutting.tracking import Foreign, Origin, Tracker, described, place_in_code, place_of, storages_of
 from pipefit.errors import ModelError
 from pipefit.stage.payload import leaves_of
-from pipefit.stage.split import NamedLayer
+from pipefit.stage.split import NamedLayer, joined
 
 
 class Difference(NamedTuple):
@@ -374,7 +374,7 @@ def refuse_channels(layers: Sequence[NamedLayer], batch: Any) -> bool:
     Raises:
         ModelError: two layers do; the message names them.
     """
-    model = nn.ModuleList(layer.module for layer in layers)
+    model = joined(layers)
     states = States(model)
     channels = Channels(model)
     channels.tracker.on_write = lambda storage: None

@@ -25,7 +25,7 @@ from pipefit.spec.profile import Layer, Profile
 from pipefit.stage import accelerator
 from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.record_layout import name_of
-from pipefit.stage.split import NamedLayer, named_layers
+from pipefit.stage.split import NamedLayer, joined, named_layers
 from pipefit.stage.training import Loss, MakeOptimizer
 
 _WARM_UP_S = 0.4
@@ -266,7 +266,7 @@ def _is_idle(parameter: Tensor) -> bool:
 
 def _device_of(chain: Sequence[NamedLayer], device: str | torch.device | None) -> torch.device:
     if device is None:
-        roots = nn.ModuleList([layer.module for layer in chain])
+        roots = joined(chain)
         device = next((tensor.device for tensor in (*roots.parameters(), *roots.buffers())), "cpu")
     place = torch.device(device)
     if accelerator.is_accelerator(place) and place == torch.device(place.type):

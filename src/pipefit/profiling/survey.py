@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from pipefit.errors import ModelError
@@ -19,7 +19,7 @@ from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.payload import sent
 from pipefit.stage.precision import narrowed
 from pipefit.stage.replay import attention_cores, replayed_module
-from pipefit.stage.split import NamedLayer
+from pipefit.stage.split import NamedLayer, joined
 
 
 class Weighed(NamedTuple):
@@ -48,7 +48,7 @@ def survey(chain: Sequence[NamedLayer], payload: Any, halves: HalfCopies | None 
     Raises:
         ModelError: a layer raises; the message names it and the shapes of its input.
     """
-    roots = nn.ModuleList([layer.module for layer in chain])
+    roots = joined(chain)
     halves = halves or HalfCopies()
     persistent = {storage_key(tensor) for tensor in (*roots.parameters(), *roots.buffers())}
     seen: dict[int, Any] = {}

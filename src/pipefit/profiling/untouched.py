@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipefit.cutting.states import attributes_kept, kept_outside
 from pipefit.ir.collector import collector_paused
 from pipefit.profiling.tensors import placed
-from pipefit.stage.split import NamedLayer
+from pipefit.stage.split import NamedLayer, joined
 from pipefit.stage.stage import in_mode
 
 
@@ -25,7 +25,7 @@ def untouched(
     Parameters keep their identity (so ties stay) and get other data meanwhile; buffers are replaced by copies, so a
     forward pass updates only the running statistics of the copies. So it is with attributes, and the loss's variables.
     """
-    roots = nn.ModuleList([layer.module for layer in chain])
+    roots = joined(chain)
     buffers = [(module, dict(module._buffers)) for module in roots.modules()]
     copies: dict[int, Tensor] = {}
 
