@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from pipefit.cutting.flow import Flow, memory_of, written_by
 from pipefit.cutting.states import copying
 from pipefit.errors import ModelError
+from pipefit.stage.accelerator import CPU
 from pipefit.stage.batchnorm import TRACKED, normalised
 from pipefit.stage.instead import Instead
 from pipefit.stage.opened import Rest, opened
@@ -86,7 +87,7 @@ def flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dty
 
 def _flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dtype: torch.dtype | None) -> Flow:
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)] or [torch.device("cpu")]
+    devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)] or [CPU]
     pretended = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
     def fake(tensor: Tensor, kind: torch.dtype | None = None) -> Tensor:

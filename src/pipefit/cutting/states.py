@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from pipefit.cutting.outer import outer_variables
 from pipefit.errors import ModelError
+from pipefit.stage.accelerator import CPU
 from pipefit.stage.device import random_state_kept
 from pipefit.stage.instead import Instead
 from pipefit.stage.materialise import stand_in
@@ -197,11 +198,11 @@ def kept_buffers(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 @contextlib.contextmanager
-def kept_outside(model: nn.Module, device: torch.device | str = "cpu") -> Iterator[None]:
+def kept_outside(model: nn.Module, device: torch.device = CPU) -> Iterator[None]:
     """The context after which weights, and random numbers of the host and of a device, are what they were."""
     kept = [(one, one.data, one.grad, one.requires_grad) for one in model.parameters()]
     try:
-        with random_state_kept(torch.device(device)):
+        with random_state_kept(device):
             yield
     finally:
         for parameter, data, grad, trains in kept:

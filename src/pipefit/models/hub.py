@@ -21,6 +21,7 @@ from pipefit.models.factory_options import literal, parse_text
 from pipefit.models.hub_folder import FolderWeights, weight_files
 from pipefit.runtime.malloc import trim
 from pipefit.spec.arguments import checked
+from pipefit.stage.accelerator import CPU
 from pipefit.stage.materialise import lent_weights, materialise
 
 PREFIX = "transformers:"
@@ -66,7 +67,7 @@ def hub_parts(name: str, options: Options, lora: str = "") -> tuple[Cut, Example
     with torch.device("cpu"):
         found = pretrained(name, lora=lora)
     if not is_later:
-        materialise(found.layers, 0, torch.device("cpu"), found.initialise_layer)
+        materialise(found.layers, 0, CPU, found.initialise_layer)
     return found, _examples(found.shell.model)
 
 

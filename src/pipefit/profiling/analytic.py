@@ -107,7 +107,7 @@ def analytic_profile(
     if loss:
         output = costs[-1].output
         goal = _form(target, dtype, batch, size)
-        with random_state_kept(torch.device("cpu")), attributes_kept((), loss), pretended(), torch.enable_grad():
+        with random_state_kept(), attributes_kept((), loss), pretended(), torch.enable_grad():
             loss_s = _loss_s(loss, output, goal, device)
             if works:
                 loss_work_bytes = loss_work(loss, like(output), like(goal))
@@ -152,7 +152,7 @@ def layer_costs(
     form = _form(example_input, dtype, batch_of(example_input), microbatch_size)
     known = {}
     costs = []
-    with random_state_kept(torch.device("cpu")), attributes_kept(layer.module for layer in chain):
+    with random_state_kept(), attributes_kept(layer.module for layer in chain):
         for layer in chain:
             key = (configuration_of(layer.module), repr(form))
             if key not in known:

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pipefit.profiling.clock import Clock
 from pipefit.profiling.passes import Step
 from pipefit.profiling.tensors import map_tensors
+from pipefit.stage.accelerator import CPU
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import Loss
-
-_CPU = torch.device("cpu")
-"""The device that tensors without data are on."""
 
 
 class _Layer(nn.Module):
@@ -51,7 +48,7 @@ def loss_work(loss: Loss, output: Any, target: Any) -> float:
 def _between(layer: _Layer, payload: Any, loss: Loss | None, target: Any) -> Step:
     modules = [_Layer(_passed_on), layer, _Layer(_passed_on)]
     chain = [NamedLayer(index, str(index), module) for index, module in enumerate(modules)]
-    return Step(chain, payload, loss, target, Clock(_CPU))
+    return Step(chain, payload, loss, target, Clock(CPU))
 
 
 def _passed_on(payload: Any) -> Any:

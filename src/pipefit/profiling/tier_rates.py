@@ -17,6 +17,7 @@ from pipefit.spill.arena import aligned
 from pipefit.spill.tier_file import record_sum
 from pipefit.spill.tier_store import TierStore
 from pipefit.spill.tiers import ALIGNMENT, Key
+from pipefit.stage.accelerator import CPU
 
 
 def measure_tier(
@@ -104,7 +105,7 @@ def _commit_s(tier: TierStore, repeats: int) -> float:
 
 
 def _check_bytes_per_s(slot: Tensor, repeats: int) -> float:
-    clock = Clock(torch.device("cpu"))
+    clock = Clock(CPU)
     content = slot.numpy().data
     seconds = [clock.seconds(lambda: record_sum(content, "")) for _ in range(repeats)]
     return slot.numel() / median_of(seconds[1:])

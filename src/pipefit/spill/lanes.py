@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from pipefit.stage import accelerator
+from pipefit.stage.accelerator import CPU
 from pipefit.stage.moments import Mark
 
 
@@ -33,7 +34,7 @@ class Copy:
     def __init__(self) -> None:
         self.started_s = self.ended_s = 0.0
         self._launched: Future[None] = Future()
-        self._device = torch.device("cpu")
+        self._device = CPU
         self._moments: tuple[Mark, Mark] | None = None
         self.check: Callable[[], None] | None = None
 
@@ -178,7 +179,7 @@ class Lanes:
     """The lanes of one device; several stores may share them.
 
     Args:
-        device: the device of the copies; None: the CPU.
+        device: the device of the copies.
         threaded: whether copies run while the rank computes; else in the caller, which is faster for small ones.
 
     Attributes:
@@ -187,10 +188,9 @@ class Lanes:
         host: the optimizer's steps on the host.
     """
 
-    def __init__(self, device: torch.device | None = None, threaded: bool = True) -> None:
-        device = device or torch.device("cpu")
+    def __init__(self, device: torch.device = CPU, threaded: bool = True) -> None:
         self.read, self.write = Lane("read", device, threaded), Lane("write", device, threaded)
-        self.host = Lane("step", torch.device("cpu"), threaded)
+        self.host = Lane("step", CPU, threaded)
 
     def close(self) -> None:
         """Ends the threads once their submitted work is done."""

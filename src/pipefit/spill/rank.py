@@ -23,6 +23,7 @@ from pipefit.spill.stage_store import SpilledStore
 from pipefit.spill.tier_file import Commit
 from pipefit.spill.tier_store import TierStore
 from pipefit.spill.tiers import OPTIM, WEIGHTS, WGRAD, Key
+from pipefit.stage.accelerator import CPU
 from pipefit.stage.materialise import InitialiseLayer, initialise, is_meta, stand_in
 from pipefit.stage.split import NamedLayer, joined
 from pipefit.stage.ties import shared_parameters
@@ -110,7 +111,7 @@ class Spilling:
 
     def __post_init__(self) -> None:
         self.parked = ParkedTensors(self.tier, self.device)
-        self.resident = ParkedTensors(self.tier, torch.device("cpu"), is_scratch=False)
+        self.resident = ParkedTensors(self.tier, CPU, is_scratch=False)
         self.free_slots()
 
     @classmethod

@@ -19,6 +19,7 @@ from pipefit.spill.lanes import Copy
 from pipefit.spill.optimizer_states import MovedStates, StateRules, probe_states
 from pipefit.spill.tier_store import TierStore
 from pipefit.spill.tiers import OPTIM, WEIGHTS, WGRAD, Key
+from pipefit.stage.accelerator import CPU
 from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.record_layout import Layout, absent
 from pipefit.stage.split import NamedLayer, joined
@@ -90,7 +91,7 @@ class SpilledStore(Store):
         if not header.keeps_states(stage):
             where = device
             if self.on_host:
-                where = torch.device("cpu")
+                where = CPU
                 rules = rules._replace(numbers={})
             specs = [(trained[spec.parameter], spec) for spec in probe_states(training.optimizer, trained, where)]
             moving = [(parameter, spec) for parameter, spec in specs if id(parameter) not in shared]

@@ -16,7 +16,7 @@ from pipefit.spill.arena import aligned
 from pipefit.spill.lanes import Copy, Lane, Lanes
 from pipefit.spill.tier_file import Commit, TierFile, Written
 from pipefit.spill.tiers import ALIGNMENT, OPTIM, WEIGHTS, WGRAD, Key
-from pipefit.stage.accelerator import is_accelerator, pin, unpin
+from pipefit.stage.accelerator import CPU, is_accelerator, pin, unpin
 from pipefit.units import format_bytes
 
 Sizes = Mapping[Key, int]
@@ -90,7 +90,7 @@ class TierStore:
         folder: str | Path | None = None,
         name: str = "rank-0",
         lanes: Lanes | None = None,
-        device: torch.device | None = None,
+        device: torch.device = CPU,
         shared: bool = False,
         host_bytes: float | None = None,
         run: str = "",
@@ -100,7 +100,7 @@ class TierStore:
         else:
             self.files = TierFile(Path(folder), name, shared, run)
         self._shared, self._host_bytes = shared, host_bytes
-        self._device = device or torch.device("cpu")
+        self._device = device
         self.lanes = lanes or Lanes(self._device)
         self._records: dict[Key, _Record] = {}
         self._pinned: dict[str, Tensor] = {}

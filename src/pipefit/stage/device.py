@@ -82,7 +82,7 @@ def _own(device: torch.device) -> torch.device:
 
 
 @contextmanager
-def random_state_kept(device: torch.device) -> Iterator[None]:
+def random_state_kept(device: torch.device = accelerator.CPU) -> Iterator[None]:
     """Restores every generator afterwards: Python's, numpy's, torch's on the CPU and `device`."""
     python = random.getstate()
     numpy = np.random.get_state()
