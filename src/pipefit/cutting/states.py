@@ -116,6 +116,10 @@ class States:
             outer = [_copy_or_same(value, memo) for value in self._start.values]
         return State(dicts, outer)
 
+    def apart(self, own: Collection[nn.Module] | None = None) -> contextlib.AbstractContextManager[None]:
+        """The context in which the model has a state of its own, which ends with it; see `fresh`."""
+        return self.used(self.fresh(own))
+
     @contextlib.contextmanager
     def used(self, state: State) -> Iterator[None]:
         """The context in which the model has a state, and leaves what it changes there."""
@@ -237,14 +241,11 @@ def attributes_kept(layers: Iterable[nn.Module], loss: Any = None) -> Iterator[N
     """
     roots = nn.ModuleList(layers)
     states = States(with_loss(loss, roots))
-    state = None
+    apart: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if not any(hasattr(layer, "shell") for layer in roots):
         with contextlib.suppress(ModelError):
-            state = states.fresh(())
-    if state is None:
-        yield
-        return
-    with states.used(state):
+            apart = states.apart(())
+    with apart:
         yield
 
 
