@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from pipefit.cutting.anatomy import num_weights
 from pipefit.cutting.shell import Shell
 from pipefit.cutting.traced import Traced
+from pipefit.parallel.loss import Loss
+from pipefit.runtime.microbatches import Weigh
 from pipefit.stage.materialise import InitialiseLayer
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.ties import named_at
@@ -37,8 +39,8 @@ class Cut:
     model: nn.Module
     crossing: tuple[tuple[float, int], ...]
     merged: tuple[tuple[str, str], ...] = ()
-    loss: Callable[[Any, Any], Tensor] | None = None
-    weigh: Callable[[Any], float] | None = None
+    loss: Loss | None = None
+    weigh: Weigh | None = None
     initialise_layer: InitialiseLayer | None = None
 
     @property

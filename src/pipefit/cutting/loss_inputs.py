@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from pipefit.errors import ModelError
 from pipefit.runtime.microbatches import Weigh, feed_of, largest_part
 from pipefit.runtime.session import current
 from pipefit.stage.device import random_state_kept
+from pipefit.stage.training import Loss
 
 _log = logging.getLogger("pipefit.cut")
 
@@ -33,7 +33,7 @@ _NO_MEAN = (
 )
 
 
-def refuse_aside(model: Any, loss: Callable[[Any, Any], Any], example: tuple[Any, Any], weigh: Weigh | None) -> None:
+def refuse_aside(model: Any, loss: Loss, example: tuple[Any, Any], weigh: Weigh | None) -> None:
     """Refuses a loss that reads what the model's forward leaves elsewhere than in its output.
 
     It warns where the loss is not the mean loss of the parts of a batch.
@@ -56,7 +56,7 @@ def refuse_aside(model: Any, loss: Callable[[Any, Any], Any], example: tuple[Any
     with contextlib.suppress(Exception), kept_outside(both), torch.no_grad():
         states = States(both)
         for others in ((), (other,)):
-            with states.used(states.fresh()):
+            with states.apart():
                 output = _run(model, both.model, example[0])
                 for other in others:
                     _run(model, both.model, other)
@@ -80,7 +80,7 @@ class FirstLoss:
         layers: which the loss may hold.
     """
 
-    def __init__(self, loss: Callable[[Any, Any], Any], layers: nn.Module) -> None:
+    def __init__(self, loss: Loss, layers: nn.Module) -> None:
         self._loss = loss
         self._both = with_loss(loss, layers)
 
@@ -114,7 +114,7 @@ def _warn_of_no_mean(both: Any, batch: tuple[Any, Any], weigh: Weigh | None) -> 
     states = States(both)
     found = []
     for part in (whole, *feed_of((output, own_copy(batch[1])), most, 0, "train", weigh)):
-        with states.used(states.fresh()):
+        with states.apart():
             seed(0)
             found.append(part.share * float(pytree.tree_leaves(both.loss(part.input, part.target))[0]))
     mean = sum(found[1:])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from pipefit.errors import DataError, ModelError
+from pipefit.parallel.loss import Loss
 
 Given = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional and keyword arguments of a forward."""
@@ -22,6 +23,9 @@ Arguments = Callable[[Any], Given]
 
 Result = Callable[[Any], Any]
 """From the output of a model to the input of the loss."""
+
+Tensors = Mapping[str, Tensor]
+"""A batch or an output: tensors by name."""
 
 Leaves = Sequence[Any]
 """The leaves of a tree, such as arguments."""
@@ -122,7 +126,7 @@ class Labels:
         decodes = not getattr(config, "is_encoder_decoder", False)
         return cls(loss == "ForCausalLMLoss" and decodes and "Masked" not in type(model).__name__)
 
-    def __call__(self, batch: Mapping[str, Tensor]) -> float:
+    def __call__(self, batch: Tensors) -> float:
         """The weight of a micro-batch in the mean of its batch."""
         labels = _labels(batch)
         if labels.is_floating_point():
@@ -132,13 +136,13 @@ class Labels:
         return float(labels.ne(IGNORED).sum())
 
 
-def _labels(batch: Mapping[str, Tensor]) -> Tensor:
+def _labels(batch: Tensors) -> Tensor:
     if "labels" not in batch:
         raise DataError(f"the model's own loss needs 'labels' in every batch, got {', '.join(batch)}; or give loss=…")
     return batch["labels"]
 
 
-def own_loss(output: Mapping[str, Tensor], batch: Mapping[str, Tensor], weigh: Labels) -> Tensor:
+def own_loss(output: Tensors, batch: Tensors, weigh: Labels) -> Tensor:
     """The model's own loss from the labels of the batch, a mean over the labels that count.
 
     Args:
@@ -155,7 +159,7 @@ def own_loss(output: Mapping[str, Tensor], batch: Mapping[str, Tensor], weigh: L
     return torch.stack([value.sum() * 0 for name, value in output.items() if name != "loss"]).sum()
 
 
-def loss_of(model: nn.Module) -> tuple[Callable[[Any, Any], Tensor] | None, Labels | None]:
+def loss_of(model: nn.Module) -> tuple[Loss | None, Labels | None]:
     """A model's own loss as (output, batch) -> mean, and the weight of a batch in it; None: it takes no labels."""
     if "labels" not in arguments_of(model):
         return None, None

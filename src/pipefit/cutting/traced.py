@@ -61,6 +61,10 @@ _WEIGHTS, _INPUTS, _VALUES = range(3)
 """The sources of a segment's arguments: the layer's weights, the leaves of the batch, and the values that enter."""
 
 
+Source = tuple[int, Callable[[Any], Any]]
+"""The number of an argument's source, and a function that takes it from there."""
+
+
 class Segment(NamedTuple):
     """The operations of a layer.
 
@@ -71,7 +75,7 @@ class Segment(NamedTuple):
     """
 
     run: fx.GraphModule
-    sources: Sequence[tuple[int, Callable[[Any], Any]]]
+    sources: Sequence[Source]
     is_recurrent: bool = False
 
     @classmethod
@@ -84,7 +88,7 @@ class Segment(NamedTuple):
             nodes: those computed here, and placeholders.
             leaving: nodes or plain values.
         """
-        sources: dict[fx.Node, tuple[int, Callable[[Any], Any]]] = {}
+        sources: dict[fx.Node, Source] = {}
         for place, node in enumerate(entering):
             sources[node] = _VALUES, itemgetter(place)
         for place, node in enumerate(flow.inputs):

@@ -47,6 +47,16 @@ _WITHOUT_TENSORS = frozenset((bool, int, float, str, type(None), torch.dtype, to
 """Types of the arguments of operations that hold no tensors."""
 
 
+Storages = list[tuple[int, Any]]
+"""Storages with their ids."""
+
+Places = tuple[tuple[int, str], ...]
+"""Places and names of arguments."""
+
+InCode = tuple[str, str]
+"""The path of a module whose code runs, and the line, for people."""
+
+
 class Origin(NamedTuple):
     """The place in a forward at which a tensor was made.
 
@@ -204,7 +214,7 @@ def arrived(tensor: Tensor) -> None:
         _followed_by.forget(tensor)
 
 
-def place_in_code(model: nn.Module) -> tuple[str, str]:
+def place_in_code(model: nn.Module) -> InCode:
     """The path of the module of a model whose code runs now, and the line, for people."""
     return _place(model, traceback.walk_stack(sys._getframe(1)))
 
@@ -224,7 +234,7 @@ def is_innermost(module: nn.Module, model: nn.Module) -> bool:
     return False
 
 
-def place_of(problem: BaseException, model: nn.Module) -> tuple[str, str]:
+def place_of(problem: BaseException, model: nn.Module) -> InCode:
     """The path of the module of a model whose code raised an error, and the line, for people."""
     frames = list(traceback.walk_tb(problem.__traceback__))
     return _place(model, reversed(frames))
@@ -236,7 +246,7 @@ def described(problem: BaseException, model: nn.Module) -> str:
     return f"{type(problem).__name__} in {path} ({line}): {problem}"
 
 
-def _place(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
+def _place(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> InCode:
     """The first frame of the user's code, and the first module of the model at or after it."""
     paths = {module: path for path, module in model.named_modules()}
     kind = type(model).__name__
@@ -257,14 +267,14 @@ def _is_of_torch(frame: FrameType) -> bool:
     return package in ("torch", "pipefit")
 
 
-def storages_of(tree: Any) -> list[tuple[int, Any]]:
+def storages_of(tree: Any) -> Storages:
     """The storages of the tensors of a tree, with ids; of a parameter, or a tensor without a storage, itself."""
-    found: list[tuple[int, Any]] = []
+    found: Storages = []
     _gather_storages(tree, found)
     return found
 
 
-def _gather_storages(tree: Any, found: list[tuple[int, Any]]) -> None:
+def _gather_storages(tree: Any, found: Storages) -> None:
     kind = type(tree)
     if kind in _WITHOUT_TENSORS:
         return
@@ -299,7 +309,7 @@ class _Operation(NamedTuple):
     is_of_shapes: bool = False
     is_read: bool = False
     is_indexing: bool = False
-    writes: tuple[tuple[int, str], ...] = ()
+    writes: Places = ()
 
 
 @functools.cache
@@ -312,7 +322,7 @@ def _operation(func: Any) -> _Operation:
     return _Operation(name in _OF_SHAPES, is_read, is_indexing, writes_of(func))
 
 
-def writes_of(operation: OpOverload) -> tuple[tuple[int, str], ...]:
+def writes_of(operation: OpOverload) -> Places:
     """The places and names of the arguments that an operation writes into, by its schema."""
     found = []
     for place, argument in enumerate(operation._schema.arguments):

@@ -24,8 +24,9 @@ from pipefit.cutting.states import attributes_kept
 from pipefit.errors import ProfileError
 from pipefit.profiling.computed_work import layer_work, loss_work
 from pipefit.profiling.counting import KernelCount, pretended
-from pipefit.profiling.survey import bytes_of, saved_storages, storage_key, travelling, weighed
+from pipefit.profiling.survey import Storages, bytes_of, saved_storages, storage_key, travelling, weighed
 from pipefit.profiling.tensors import (
+    Run,
     batch_of,
     call_layer,
     graded,
@@ -41,6 +42,7 @@ from pipefit.spec.topology import Device
 from pipefit.stage.device import random_state_kept
 from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.payload import sent
+from pipefit.stage.precision import Half
 from pipefit.stage.replay import attention_cores, replayed, replayed_module
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.stage import in_mode, replaced_forwards
@@ -70,7 +72,7 @@ def analytic_profile(
     microbatch_size: int | None = None,
     dtype: torch.dtype | None = None,
     model: str = "",
-    half: torch.dtype | None = None,
+    half: Half = None,
     works: bool = False,
 ) -> Profile:
     """Computes a profile from FLOP and bytes, as `profile_layers` would measure it on such a device.
@@ -128,7 +130,7 @@ def analytic_profile(
     )
 
 
-def _placed(layer: NamedLayer, cost: LayerCost, num_layers: int, half: torch.dtype | None) -> Layer:
+def _placed(layer: NamedLayer, cost: LayerCost, num_layers: int, half: Half) -> Layer:
     """The figures of a layer at its place in a model."""
     input_bytes = None
     if replayed_module(layer, num_layers) is not None:
@@ -145,7 +147,7 @@ def layer_costs(
     device: Device,
     microbatch_size: int,
     dtype: torch.dtype | None = None,
-    half: torch.dtype | None = None,
+    half: Half = None,
     works: bool = False,
 ) -> list[LayerCost]:
     """The cost of each layer; identical layers with inputs of one form share one object."""
@@ -237,7 +239,7 @@ def _cost(
     form: Any,
     device: Device,
     dtype: torch.dtype | None,
-    half: torch.dtype | None,
+    half: Half,
     works: bool,
 ) -> LayerCost:
     """Evaluates one layer on fake tensors."""
@@ -265,7 +267,7 @@ def _cost(
 
 
 def count_layer(
-    counter: KernelCount, run: Callable[[Any], Any], given: Any, weights: Sequence[Tensor], persistent: set[int]
+    counter: KernelCount, run: Run, given: Any, weights: Sequence[Tensor], persistent: set[int]
 ) -> tuple[LayerCount, Any]:
     """The count of one layer, and its output: forward, gradients of the input, and of all.
 
@@ -279,7 +281,7 @@ def count_layer(
     leaves = like(given)
     payload = map_tensors(in_graph, leaves)
     inputs = graded(tensors_of(leaves))
-    seen: dict[int, Any] = {}
+    seen: Storages = {}
     cores: list[Kernel] = []
 
     def noted(core: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -295,7 +297,7 @@ def count_layer(
     ways = gradients_of(counter, tensors_of(output), inputs, weights)
     selective_bytes = None
     if cores:
-        chosen: dict[int, Any] = {}
+        chosen: Storages = {}
         with saved_storages(chosen, persistent), attention_cores(partial(replayed, preserve_rng_state=False)):
             run(payload)
         selective_bytes = bytes_of(chosen.values())

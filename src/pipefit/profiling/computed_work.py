@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from pipefit.profiling.clock import Clock
 from pipefit.profiling.passes import Step
-from pipefit.profiling.tensors import map_tensors
+from pipefit.profiling.tensors import Run, map_tensors
 from pipefit.stage.accelerator import CPU
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import Loss
@@ -18,7 +18,7 @@ from pipefit.stage.training import Loss
 class _Layer(nn.Module):
     """A function of a payload and of some weights."""
 
-    def __init__(self, run: Callable[[Any], Any], weights: Sequence[Tensor] = ()) -> None:
+    def __init__(self, run: Run, weights: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self._run = run
         for index, weight in enumerate(weights):
@@ -29,7 +29,7 @@ class _Layer(nn.Module):
         return self._run(payload)
 
 
-def layer_work(run: Callable[[Any], Any], payload: Any, weights: Sequence[Tensor]) -> dict[str, float]:
+def layer_work(run: Run, payload: Any, weights: Sequence[Tensor]) -> dict[str, float]:
     """The figures of `Work` of one layer, between two others.
 
     Args:

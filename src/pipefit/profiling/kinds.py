@@ -26,7 +26,7 @@ from pipefit.profiling.analytic import LayerCost, analytic_profile, layer_costs
 from pipefit.profiling.clock import Clock, median_of
 from pipefit.profiling.optimizer import step_growth, step_seconds
 from pipefit.profiling.passes import Step
-from pipefit.profiling.survey import bytes_of, saved_storages, storage_key
+from pipefit.profiling.survey import Storages, bytes_of, saved_storages, storage_key
 from pipefit.profiling.tensors import (
     batch_of,
     call_layer,
@@ -46,6 +46,7 @@ from pipefit.spec.topology import Device
 from pipefit.stage.compiler import compiled_forwards
 from pipefit.stage.device import random_state_kept
 from pipefit.stage.materialise import is_meta, stand_in
+from pipefit.stage.precision import Half
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import replaced_forwards
 
@@ -192,7 +193,7 @@ class _Forward:
     layer: NamedLayer
     payload: Any
     device: torch.device
-    half: torch.dtype | None
+    half: Half
 
     def __call__(self, payload: Any = None) -> Any:
         given = map_tensors(in_graph, self.payload if payload is None else payload)
@@ -245,7 +246,7 @@ def _noted_bytes(run: _Forward) -> float:
     layer = run.layer.module
     present = [*layer.parameters(), *layer.buffers(), *tensors_of(run.payload)]
     known = set(map(storage_key, present))
-    seen: dict[int, Any] = {}
+    seen: Storages = {}
     with saved_storages(seen, known):
         output = run()
     seen |= {storage_key(leaf): leaf.untyped_storage() for leaf in tensors_of(output)}

@@ -26,6 +26,9 @@ from pipefit.stage.replay import attention_cores
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import Loss, checked_loss
 
+Reached = list[tuple[int, Any]]
+"""Layers with the marks at which their backwards began, in order."""
+
 
 @dataclass(frozen=True)
 class Marked:
@@ -176,7 +179,7 @@ class Step:
         clock = self.clock
         payload = self.payload
         calls: list[tuple[Any, Any]] = []
-        reached: list[tuple[int, Any]] = []
+        reached: Reached = []
         # Edges of the graph, not tensors: an output is freed as early as in the plain pass.
         edges = []
         nodes: set[Any] = set()
@@ -205,7 +208,7 @@ class Step:
         forward_s = [clock.between(begin, stop) for begin, stop in calls]
         return Marked(forward_s, backward_s, clock.between(loss_start, start) + loss_back_s)
 
-    def _segments(self, reached: list[tuple[int, Any]], start: Any, end: Any) -> tuple[list[float], float]:
+    def _segments(self, reached: Reached, start: Any, end: Any) -> tuple[list[float], float]:
         """Seconds of each layer's backward pass and, up to the first mark, of the loss's."""
         seconds = [0.0] * len(self.chain)
         # From the last mark back: each layer's segment ends where the next one begins.
@@ -215,7 +218,7 @@ class Step:
         return seconds, self.clock.between(start, end)
 
 
-def _hook(index: int, reached: list[tuple[int, Any]], clock: Clock) -> Callable[[Tensor], None]:
+def _hook(index: int, reached: Reached, clock: Clock) -> Callable[[Tensor], None]:
     def hook(_: Tensor) -> None:
         # A payload of several tensors begins with the first of them.
         if not reached or reached[-1][0] != index:

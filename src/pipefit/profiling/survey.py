@@ -21,6 +21,9 @@ from pipefit.stage.precision import narrowed
 from pipefit.stage.replay import attention_cores, replayed_module
 from pipefit.stage.split import NamedLayer, joined
 
+Storages = dict[int, Any]
+"""Storages by their keys."""
+
 
 class Weighed(NamedTuple):
     """A layer with its bytes, without seconds.
@@ -51,7 +54,7 @@ def survey(chain: Sequence[NamedLayer], payload: Any, halves: HalfCopies | None 
     roots = joined(chain)
     halves = halves or HalfCopies()
     persistent = {storage_key(tensor) for tensor in (*roots.parameters(), *roots.buffers())}
-    seen: dict[int, Any] = {}
+    seen: Storages = {}
     found = []
     for layer in chain:
         weights = list(layer.module.parameters())
@@ -146,7 +149,7 @@ def _half_bytes(inputs: list[Tensor], outputs: list[Tensor]) -> int | None:
 
 
 @contextmanager
-def saved_storages(seen: dict[int, Any], persistent: set[int]) -> Iterator[None]:
+def saved_storages(seen: Storages, persistent: set[int]) -> Iterator[None]:
     """Collects the storages that autograd saves, except the persistent ones (weights and buffers), each once."""
 
     def pack(tensor: Tensor) -> Tensor:

@@ -15,6 +15,9 @@ from pipefit.stage.split import NamedLayer, joined
 
 T = TypeVar("T", bound=Tensor)
 
+Run = Callable[[Any], Any]
+"""The forward of a layer, from one payload to the next."""
+
 
 def tensors_of(payload: Any) -> list[Tensor]:
     """The tensors of a payload, in order."""
@@ -92,7 +95,7 @@ def placed(payload: Any, device: torch.device, dtype: torch.dtype | None) -> Any
     return map_tensors(place, payload)
 
 
-def call_layer(name: str, layer: Callable[[Any], Any], payload: Any) -> Any:
+def call_layer(name: str, layer: Run, payload: Any) -> Any:
     """Calls a layer; an exception becomes a `ModelError` with the layer's name and its input."""
     try:
         return layer(payload)

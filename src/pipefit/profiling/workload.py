@@ -14,7 +14,7 @@ from torch import nn
 from pipefit.errors import PlanError
 from pipefit.parallel.loss import Loss
 from pipefit.profiling.tensors import map_tensors
-from pipefit.stage.precision import in_float32
+from pipefit.stage.precision import Half, in_float32
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import MakeOptimizer
 
@@ -41,7 +41,7 @@ class Workload:
     device: torch.device
     example: tuple[Any, Any] | None = None
     clips: bool = False
-    half: torch.dtype | None = None
+    half: Half = None
     model: str = ""
     compiler: str | None = None
 

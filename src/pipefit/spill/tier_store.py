@@ -19,7 +19,7 @@ from pipefit.spill.tiers import ALIGNMENT, OPTIM, WEIGHTS, WGRAD, Key
 from pipefit.stage.accelerator import CPU, is_accelerator, pin, unpin
 from pipefit.units import format_bytes
 
-Sizes = Mapping[Key, int]
+Sizes = dict[Key, int]
 """Bytes of each record."""
 
 # Weights are read twice in a step, the others once.
@@ -117,7 +117,7 @@ class TierStore:
         return max((record.disk.end for record in list(self._records.values())), default=0)
 
     @property
-    def sizes(self) -> dict[Key, int]:
+    def sizes(self) -> Sizes:
         """Bytes of each record that is committed."""
         return {key: record.disk.num_bytes for key, record in self._records.items() if record.is_committed}
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipefit.stage.compiler import Forward
+from pipefit.stage.compiler import Forwards
+from pipefit.stage.precision import Half
 from pipefit.stage.split import modules_of
 
 _AT_ONCE = torch.iinfo(torch.int64).max
@@ -33,9 +34,9 @@ class HalfCopies:
     def __init__(self) -> None:
         self.copies: dict[Tensor, Tensor] = {}
         self._weights: dict[int, Tensor] = {}
-        self.half: torch.dtype | None = None
+        self.half: Half = None
         self._version = 0
-        self.forwards: dict[nn.Module, Forward] = {}
+        self.forwards: Forwards = {}
 
     def take(self, layers: Iterable[nn.Module], half: torch.dtype, device_type: str) -> None:
         """Begins to copy the weights of linear modules in some layers, for autocast to a type on a device."""

@@ -24,6 +24,9 @@ InitialiseLayer = Callable[[str, nn.Module], None]
 """A model's own function to initialise a layer's weights, its attribute `initialise_layer`: from the prefix of the
 layer's names and its module. With an attribute `is_complete` it sets every weight; else modules draw theirs first."""
 
+Made = dict[Tensor, nn.Parameter]
+"""The replacement of each parameter."""
+
 _INITIALISATION = -1
 
 
@@ -56,7 +59,7 @@ def stand_in(
     layers: Sequence[NamedLayer],
     make: Callable[[Tensor], Tensor],
     of: Callable[[Tensor], bool] = lambda t: t.is_meta,
-    made: dict[Tensor, nn.Parameter] | None = None,
+    made: Made | None = None,
 ) -> None:
     """Replaces some parameters and buffers by the results of `make`; shared ones stay shared.
 
@@ -192,7 +195,7 @@ def materialise(
     device: torch.device,
     own: InitialiseLayer | None = None,
     whole: Sequence[NamedLayer] = (),
-    made: dict[Tensor, nn.Parameter] | None = None,
+    made: Made | None = None,
 ) -> None:
     """Gives layers of the meta device memory and weights.
 
@@ -216,7 +219,7 @@ def give_memory(
     layers: Sequence[NamedLayer],
     device: torch.device,
     whole: Sequence[NamedLayer] = (),
-    made: dict[Tensor, nn.Parameter] | None = None,
+    made: Made | None = None,
 ) -> None:
     """Gives memory to the weights and buffers of layers that are on the meta device.
 

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from pipefit.errors import ModelError, PlanError
-from pipefit.stage.compiler import Forward, is_one_of_torch
+from pipefit.stage.compiler import Forward, Forwards, is_one_of_torch
 from pipefit.stage.instead import Instead
 from pipefit.stage.split import NamedLayer, called_module, joined
 
@@ -61,9 +61,9 @@ def replayed_module(layer: NamedLayer, num_layers: int) -> nn.Module | None:
     return module
 
 
-def replayed_forwards(layers: Iterable[NamedLayer], num_layers: int) -> dict[nn.Module, Forward]:
+def replayed_forwards(layers: Iterable[NamedLayer], num_layers: int) -> Forwards:
     """The modules of some layers that are replayed, with forwards that do so, for `replaced_forwards`."""
-    found: dict[nn.Module, Forward] = {}
+    found: Forwards = {}
     for layer in layers:
         module = replayed_module(layer, num_layers)
         if module is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from pipefit.errors import ModelError, is_lost_peer
 from pipefit.stage import batchnorm
 from pipefit.stage.accelerator import generator_of
-from pipefit.stage.compiler import Forward
+from pipefit.stage.compiler import Forwards
 from pipefit.stage.half_copies import HalfCopies
+from pipefit.stage.precision import Half
 from pipefit.stage.replay import attention_cores, replayed_forwards
 from pipefit.stage.split import NamedLayer, modules_of
 
@@ -31,7 +32,7 @@ def layer_seed(seed: int, ordinal: int, layer: int) -> int:
 
 
 @contextlib.contextmanager
-def replaced_forwards(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
+def replaced_forwards(forwards: Forwards) -> Iterator[None]:
     """Modules with other forwards for a while; their hooks stay."""
     before = {module: module.__dict__.get("forward") for module in forwards}
     try:
@@ -80,21 +81,21 @@ class Stage:
         self.device = device
         self.seed = seed
         self.training = True
-        self.half: torch.dtype | None = None
+        self.half: Half = None
         self.halves = HalfCopies()
-        self.compiled: dict[nn.Module, Forward] = {}
+        self.compiled: Forwards = {}
         for layer in self.layers:
             layer.module.to(device)
         modules = (module for layer in self.layers for _, module in modules_of(layer.module))
         self.batchnorms = batchnorm.adopt(modules)
-        self._norm_forwards: dict[nn.Module, Forward] = {}
+        self._norm_forwards: Forwards = {}
         for norm in self.batchnorms:
             if not norm.has_own_forward:
                 self._norm_forwards[norm.module] = norm.forward
         norms = {norm.module for norm in self.batchnorms}
         self._buffers = [one for one in _places_of_buffers(self.layers) if one[1] not in norms]
         self._is_replicated = False
-        self.replayed: dict[nn.Module, Forward] = {}
+        self.replayed: Forwards = {}
         self._cores: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.is_cut = hasattr(self.layers[0].module, "through")
         self._generator = generator_of(device)
@@ -104,7 +105,7 @@ class Stage:
         """Whether a copy of the batch stands in for it because the model, which was cut, writes into it."""
         return self.is_cut and getattr(self.layers[0].module.shell, "overwrites", False)
 
-    def compute_in(self, half: torch.dtype | None) -> None:
+    def compute_in(self, half: Half) -> None:
         """Sets the type that layers compute in, under autocast; after `compiled`, whose forwards cast their weights."""
         self.half = half
         if half is not None and not self.compiled:
@@ -225,7 +226,7 @@ class Stage:
             ModelError: a layer that it replayed changes another buffer.
         """
         unchanged: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        halved: Mapping[nn.Module, Forward] = {}
+        halved: Forwards = {}
         if self.replayed:
             self.halves.at(version)
             unchanged = self._unchanged()

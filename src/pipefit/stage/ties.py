@@ -13,6 +13,9 @@ from pipefit.spec import Partition
 from pipefit.stage.split import NamedLayer, joined
 from pipefit.stage.training import Tie
 
+Uses = list[tuple[str, nn.Parameter, int]]
+"""A parameter under all its names, with the index of the layer of each name."""
+
 
 def tied_parameters(layers: Sequence[NamedLayer], partition: Partition) -> dict[str, Tie]:
     """Every name of a parameter that several stages train, with the first of its names.
@@ -80,15 +83,15 @@ def _refuse_shared_batchnorm(layers: Sequence[NamedLayer], stage_of: dict[int, i
                 )
 
 
-def named_at(layers: Sequence[NamedLayer]) -> list[list[tuple[str, nn.Parameter, int]]]:
-    """Each parameter under all its names, with the index of the layer of that name."""
-    names: dict[int, list[tuple[str, nn.Parameter, int]]] = {}
+def named_at(layers: Sequence[NamedLayer]) -> list[Uses]:
+    """The uses of each parameter."""
+    names: dict[int, Uses] = {}
     for layer in layers:
         for name, parameter in layer.module.named_parameters(prefix=layer.prefix):
             names.setdefault(id(parameter), []).append((name, parameter, layer.index))
     return list(names.values())
 
 
-def _trained_at(layers: Sequence[NamedLayer]) -> list[list[tuple[str, nn.Parameter, int]]]:
-    """Likewise each parameter that trains."""
+def _trained_at(layers: Sequence[NamedLayer]) -> list[Uses]:
+    """The uses of each parameter that trains."""
     return [found for found in named_at(layers) if found[0][1].requires_grad]
