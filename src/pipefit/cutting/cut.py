@@ -108,18 +108,17 @@ def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = N
         example = random_batch(model, 3)
     if is_known:
         ways = _Ways(Call.of(model), result, Routers.of(model))
+        loss, weigh = loss_of(model)
     else:
         ways = _Ways(plain_arguments, _as_it_is, None)
+        loss = weigh = None
     found = _found(model, example, cuts, ways)
     # With the model's own weights again, not the weights of the proof.
     if isinstance(found.shell, Traced):
         own = found.shell.hold(model)
     else:
         own = _layers(model, found.shell)
-    if is_known:
-        loss, weigh = loss_of(model)
-        found = replace(found, loss=loss, weigh=weigh)
-    return replace(found, layers=own)
+    return replace(found, layers=own, loss=loss, weigh=weigh)
 
 
 class Layers(NamedTuple):
