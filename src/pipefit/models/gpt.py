@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipefit.models.blocks import chain, require_multiple, require_positive, require_probability
+from pipefit.errors import ModelError
+from pipefit.models.blocks import chain, require_positive, require_probability
 
 if TYPE_CHECKING:
     from pipefit.parallel.tensor_rule import TensorRule
@@ -146,7 +147,12 @@ def gpt(
         ModelError: a size is not positive, or `heads` does not divide `hidden`.
     """
     require_positive("gpt", layers=layers, hidden=hidden, heads=heads, vocab=vocab, context=context)
-    require_multiple("gpt", "hidden", hidden, "heads", heads)
+    if hidden % heads:
+        below = hidden // heads * heads
+        nearest = " or ".join(str(width) for width in (below, below + heads) if width)
+        raise ModelError(
+            f"gpt: hidden={hidden} is not a multiple of heads={heads}; nearest that work: hidden={nearest}"
+        )
     require_probability("gpt", dropout=dropout)
     embed = Embedding(vocab, context, hidden, dropout)
     blocks = [(f"block{index}", Block(hidden, heads, dropout)) for index in range(layers)]

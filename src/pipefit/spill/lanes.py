@@ -21,6 +21,9 @@ from pipefit.stage import accelerator
 from pipefit.stage.accelerator import CPU
 from pipefit.stage.moments import Mark
 
+Work = Callable[[], object]
+"""What a copy does."""
+
 
 class Copy:
     """A copy that was started.
@@ -92,7 +95,7 @@ class Copy:
             check()
             self.check = None
 
-    def run(self, work: Callable[[], object], after: Sequence[Copy]) -> None:
+    def run(self, work: Work, after: Sequence[Copy]) -> None:
         """Runs the work on the calling thread, once all copies of `after` have ended."""
 
         def waiting() -> None:
@@ -104,7 +107,7 @@ class Copy:
 
         self._try(waiting)
 
-    def launch(self, work: Callable[[], object], after: Sequence[Copy], stream: Any, computed: Any) -> None:
+    def launch(self, work: Work, after: Sequence[Copy], stream: Any, computed: Any) -> None:
         """Runs the work on the calling thread; a stream makes its copies after those of `after` and after an event."""
 
         def ordered() -> None:
@@ -149,7 +152,7 @@ class Lane:
         if threaded and accelerator.is_accelerator(device):
             self._stream = accelerator.new_stream(device)
 
-    def submit(self, work: Callable[[], object], after: Sequence[Copy] = ()) -> Copy:
+    def submit(self, work: Work, after: Sequence[Copy] = ()) -> Copy:
         """Submits a copy.
 
         On an accelerator it begins once the device has finished all earlier work of the caller's stream. Work launched
