@@ -289,11 +289,10 @@ def _corrected(profile: Profile, found: Sequence[_Found | None]) -> Profile:
     if not measured:
         return replace(profile, layers=tuple(layers))
     stepped = [(layer, one) for layer, one in measured if one.step_s]
-    rates = _Rates(
-        _ratio([(layer.total_s, one.forward_s + one.backward_s) for layer, one in measured]),
-        _ratio([(layer.wgrad_bytes, one.step_s) for layer, one in stepped], none=0.0),
-        _ratio([(layer.wgrad_bytes, one.step_bytes) for layer, one in stepped], none=0.0),
-    )
+    time_ratio = _ratio([(layer.total_s, one.forward_s + one.backward_s) for layer, one in measured])
+    step_s = _ratio([(layer.wgrad_bytes, one.step_s) for layer, one in stepped], none=0.0)
+    step_bytes = _ratio([(layer.wgrad_bytes, one.step_bytes) for layer, one in stepped], none=0.0)
+    rates = _Rates(time_ratio, step_s, step_bytes)
     layers = [rates.corrected(layer, one and one.trained) for layer, one in zip(layers, found, strict=True)]
     growths = [layer.step_work_bytes for layer in layers]
     growth = max(growths)
