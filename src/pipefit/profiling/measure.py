@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipefit.errors import DataError, ProfileError
 from pipefit.profiling.clock import Clock, half_interquartile_range, median_of, works_alone
 from pipefit.profiling.optimizer import step_growth, step_seconds
-from pipefit.profiling.passes import Marked, Step
+from pipefit.profiling.passes import Marked, Step, Work
 from pipefit.profiling.survey import Weighed, survey
 from pipefit.profiling.tensors import batch_of, describe, graded, num_bytes, parameters_of, placed, take
 from pipefit.profiling.untouched import untouched, with_threads
@@ -113,24 +113,10 @@ def profile_layers(
             stepped = _stepped(step, optimizer, repeats, clips)
         where = description(place, dtype)
     how = f"medians of {len(turns)} turns after {warmup}{', processor time' if alone else ''}"
-    stepped_bytes = sum(one.layer.wgrad_bytes for one in found)
-    per_byte_s = (stepped.whole_s - stepped.call_s) / max(stepped_bytes, 1)
-    measured = []
-    for index, one in enumerate(found):
-        layer = _layer(index, one, turns)
-        measured.append(
-            msgspec.structs.replace(
-                layer,
-                step_s=layer.wgrad_bytes * per_byte_s,
-                step_work_bytes=stepped.layers_bytes[index],
-                idle_bytes=idle[index],
-                **work.of_layer(index),
-            )
-        )
     return Profile(
         model=model,
         microbatch_size=size,
-        layers=tuple(measured),
+        layers=tuple(_layers(found, turns, work, stepped, idle)),
         device=where,
         source=f"measured: {how}; torch {torch.__version__}",
         step_s=median_of([turn.plain for turn in turns]),
@@ -229,6 +215,23 @@ def _turns(step: Step, repeats: int, warmup: int, limit_s: float | None) -> list
         order = _Turn._fields[first:] + _Turn._fields[:first]
         turns.append(_Turn(**{name: getattr(step, name)() for name in order}))
     return turns[warmup:]
+
+
+def _layers(
+    found: Sequence[Weighed], turns: Sequence[_Turn], work: Work, stepped: _Stepped, idle: Sequence[int]
+) -> Iterator[Layer]:
+    """All figures of each layer."""
+    stepped_bytes = sum(one.layer.wgrad_bytes for one in found)
+    per_byte_s = (stepped.whole_s - stepped.call_s) / max(stepped_bytes, 1)
+    for index, one in enumerate(found):
+        layer = _layer(index, one, turns)
+        yield msgspec.structs.replace(
+            layer,
+            step_s=layer.wgrad_bytes * per_byte_s,
+            step_work_bytes=stepped.layers_bytes[index],
+            idle_bytes=idle[index],
+            **work.of_layer(index),
+        )
 
 
 def _layer(index: int, found: Weighed, turns: Sequence[_Turn]) -> Layer:
