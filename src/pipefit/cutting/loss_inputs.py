@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,11 +17,12 @@ from torch.utils import _pytree as pytree
 from pipefit.cutting.cut_model import Cut
 from pipefit.cutting.differences import worst_difference
 from pipefit.cutting.proof import seed
-from pipefit.cutting.states import States, kept_outside, own_copy
+from pipefit.cutting.states import States, kept_outside, own_copy, with_loss
 from pipefit.errors import ModelError
 from pipefit.runtime.microbatches import Weigh, feed_of, largest_part
 from pipefit.runtime.session import current
 from pipefit.stage.device import random_state_kept
+from pipefit.stage.training import Loss
 
 _log = logging.getLogger("pipefit.cut")
 
@@ -33,7 +33,7 @@ _NO_MEAN = (
 )
 
 
-def refuse_aside(model: Any, loss: Callable[[Any, Any], Any], example: tuple[Any, Any], weigh: Weigh | None) -> None:
+def refuse_aside(model: Any, loss: Loss, example: tuple[Any, Any], weigh: Weigh | None) -> None:
     """Refuses a loss that reads what the model's forward leaves elsewhere than in its output.
 
     It warns where the loss is not the mean loss of the parts of a batch.
@@ -47,18 +47,16 @@ def refuse_aside(model: Any, loss: Callable[[Any, Any], Any], example: tuple[Any
     Raises:
         ModelError: it does.
     """
-    both: Any = nn.Module()
-    both.loss = loss
     if isinstance(model, Cut):
-        both.model = model.model
+        both = with_loss(loss, model.model)
     else:
-        both.model = nn.Sequential(*model)
+        both = with_loss(loss, nn.Sequential(*model))
     losses: list[list[Any]] = []
     other = pytree.tree_map_only(Tensor, lambda leaf: leaf.roll(1), example[0])
     with contextlib.suppress(Exception), kept_outside(both), torch.no_grad():
         states = States(both)
         for others in ((), (other,)):
-            with states.used(states.fresh()):
+            with states.apart():
                 output = _run(model, both.model, example[0])
                 for other in others:
                     _run(model, both.model, other)
@@ -82,12 +80,9 @@ class FirstLoss:
         layers: which the loss may hold.
     """
 
-    def __init__(self, loss: Callable[[Any, Any], Any], layers: nn.Module) -> None:
+    def __init__(self, loss: Loss, layers: nn.Module) -> None:
         self._loss = loss
-        both: Any = nn.Module()
-        both.loss = loss
-        both.model = layers
-        self._both = both
+        self._both = with_loss(loss, layers)
 
     def __call__(self, output: Any, target: Any) -> Any:
         """The loss."""
@@ -119,7 +114,7 @@ def _warn_of_no_mean(both: Any, batch: tuple[Any, Any], weigh: Weigh | None) -> 
     states = States(both)
     found = []
     for part in (whole, *feed_of((output, own_copy(batch[1])), most, 0, "train", weigh)):
-        with states.used(states.fresh()):
+        with states.apart():
             seed(0)
             found.append(part.share * float(pytree.tree_leaves(both.loss(part.input, part.target))[0]))
     mean = sum(found[1:])

@@ -81,7 +81,7 @@ def _loss(run: Execution, i: Instruction) -> None:
     _, target = run.values["input", last, i.mb]
     leaves, needed = act.as_inputs()
     compute = run.loss or worker.training.loss
-    output = act.payload(in_float32(leaves, worker.training.half))
+    output = act.payload([in_float32(leaf, worker.training.half) for leaf in leaves])
     loss, metrics = checked_loss(compute(output, target))
     refuse_other_weights(loss, needed)
     share = run.feed[i.mb].share

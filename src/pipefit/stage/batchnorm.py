@@ -52,6 +52,21 @@ class Call(NamedTuple):
     counted: bool = True
 
 
+def share_of(module: _BatchNorm, ahead: int) -> float:
+    """The weight of a call in the averages of a batch norm, by its `momentum`.
+
+    Args:
+        module: the batch norm.
+        ahead: calls since the counter of the module was changed, with this one.
+    """
+    if module.momentum is not None:
+        return module.momentum
+    counter = module._buffers.get(COUNTER)
+    if counter is None:
+        return 0.0
+    return 1.0 / (float(counter) + ahead)
+
+
 class RunningAverages:
     """The running averages of a batch norm in a stage, which change once per update.
 
@@ -191,7 +206,7 @@ class RunningAverages:
         if eps <= 0:
             return F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)  # which says what is wrong
         if share is None:
-            now = self.share(len(self._fresh) + 1)
+            now = share_of(self.module, len(self._fresh) + 1)
         else:
             now = share
         if share is not None and self._is_cumulative(share):
@@ -209,19 +224,6 @@ class RunningAverages:
         else:
             counted = float(counter)
         return counted > 0 and share == 1.0 / counted
-
-    def share(self, ahead: int) -> float:
-        """The weight of a call in the averages, by the module's `momentum`.
-
-        Args:
-            ahead: calls since the counter of the module was changed, with this one.
-        """
-        if self.module.momentum is not None:
-            return self.module.momentum
-        counter = self.module._buffers.get(COUNTER)
-        if counter is None:
-            return 0.0
-        return 1.0 / (float(counter) + ahead)
 
     def gathered(self, update: int) -> Tensor | None:
         """The sums of an update so far (4 × channels of all calls; see `sums_of`), which replicas add up."""
@@ -320,12 +322,7 @@ def normalised(
     if counter is not None:
         counter.add_(1)
     if share is None:
-        share = module.momentum
-    if share is None:
-        if counter is None:
-            share = 0.0
-        else:
-            share = 1.0 / float(counter)
+        share = share_of(module, 0)
     return F.batch_norm(x, module.running_mean, module.running_var, weight, bias, True, share, eps)
 
 

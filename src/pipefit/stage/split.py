@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipefit.errors import ModelError
@@ -54,6 +54,12 @@ def called_module(layer: NamedLayer) -> nn.Module | None:
 def joined(layers: Iterable[NamedLayer]) -> nn.ModuleList:
     """Some layers as one module: it has each of their modules, parameters and buffers once."""
     return nn.ModuleList(layer.module for layer in layers)
+
+
+def own_tensors(module: nn.Module) -> list[Tensor]:
+    """A module's own parameters and buffers, without those of its children."""
+    every = [*module._parameters.values(), *module._buffers.values()]
+    return [tensor for tensor in every if tensor is not None]
 
 
 def is_sequence(module: nn.Module) -> bool:
