@@ -104,7 +104,7 @@ def take(
     agree(session, attempt(take_all))
     if weights_only:
         return
-    pipeline.state.resume(manifest.step, manifest)
+    pipeline.state.resume(manifest.step, manifest.ordinal, manifest.loss_scale, manifest.position)
     if manifest.seed != pipeline.training.seed:
         _log.warning(
             "the checkpoint was trained with seed %d, this run has seed %d: dropout will differ",
