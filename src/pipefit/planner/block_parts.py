@@ -1,0 +1,108 @@
+"""Parts of a transformer's block: seconds of its products, and bytes that its other kernels move and keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from pipefit.cost.roofline import pass_s, product_s
+from pipefit.planner.transformer import Transformer
+from pipefit.spec import Device
+
+Shape = tuple[int, int, int]
+"""Rows and columns of a product with weights, and the dimension that its factors share."""
+
+FUSED = ("flash", "flash1", "cudnn")
+"""Kinds of attention that are one kernel."""
+
+
+def product_times_s(device: Device, shape: Shape, e: int) -> tuple[float, float, float]:
+    """Seconds of a product of inputs and weights: forward, gradients of the inputs, of the weights."""
+    m, n, k = shape
+    return product_s(device, m, n, k, 1, e), product_s(device, m, k, n, 1, e), product_s(device, k, n, m, 1, e)
+
+
+def weights_s(device: Device, model: Transformer, shape: Shape) -> tuple[float, float, float]:
+    """Seconds of a block's product with weights, in its type or in 8 bits, as `product_times_s`."""
+    e = model.bytes
+    if not model.fp8:
+        return product_times_s(device, shape, e)
+    fast = msgspec.structs.replace(device, flops=device.fp8_flops)
+    forward_s, input_s, weight_s = product_times_s(fast, shape, 1)
+    # Inputs and gradients of outputs are converted, each also transposed, for the gradients of the weights.
+    m, n, k = shape
+    forward_s += pass_s(device, (e + 2) * m * k)
+    input_s += pass_s(device, (e + 2) * m * n)
+    return forward_s, input_s, weight_s
+
+
+def seen_s(model: Transformer, sums_s: Iterable[float], beside: Iterable[float], t: int) -> float:
+    """Seconds of sums over t devices next to which nothing is computed.
+
+    Where they overlap, a product and the sum of its input or output go in t pieces at the same time, of which the first
+    has nothing next to it.
+
+    Args:
+        model: whether they overlap.
+        sums_s: seconds of each sum.
+        beside: seconds of the product of each.
+        t: devices.
+    """
+    hidden = 0.0
+    if model.overlapped:
+        hidden = 1 - 1 / t
+    return sum(sum_s - hidden * min(sum_s, each_s) for sum_s, each_s in zip(sums_s, beside, strict=True))
+
+
+def made_again_s(device: Device, model: Transformer, shapes: Iterable[Shape], sums_s: Iterable[float], t: int) -> float:
+    """Seconds of products that a replay makes again, with the sums of their inputs or outputs over t devices."""
+    made = [weights_s(device, model, shape)[0] for shape in shapes]
+    return sum(made) + seen_s(model, sums_s, made, t)
+
+
+def passes_s(device: Device, sizes: Iterable[float]) -> float:
+    """Seconds of kernels that move so many bytes each."""
+    return sum(pass_s(device, size) for size in sizes)
+
+
+def norm(model: Transformer, stream: float) -> list[float]:
+    """Bytes that each kernel of a norm moves."""
+    e = model.bytes
+    if model.fused_norms:
+        return [2 * e * stream]
+    # To 4 bytes, squared, mean, scaled, back, and times the weight.
+    return [size * stream for size in (e + 4, 8, 4, 8, 4 + e, 2 * e)]
+
+
+def norm_back(model: Transformer, stream: float) -> list[float]:
+    """Bytes that each kernel of a norm's backward moves, without the gradient of its weight."""
+    e = model.bytes
+    if model.fused_norms:
+        return [3 * e * stream]
+    # Times the weight, to 4 bytes, and of two products, a sum, mean and square their gradients, added; and back.
+    return [size * stream for size in (2 * e, e + 4, 12, 8, 4, 8, 8, 8, 12, 12, 4 + e)]
+
+
+def kept_between(model: Transformer) -> float:
+    """Elements for each of the stream that a block keeps outside its products: inputs of norms, masks."""
+    kept = 2.0
+    if model.dropout:
+        kept += 1  # two masks of a byte
+    if not model.fused_norms:
+        kept += 4  # each norm keeps its input in 4 bytes and its output before the weight
+    return kept
+
+
+def kept_of_scores(model: Transformer, tokens: int) -> float:
+    """Bytes that attention keeps for its backward in addition to its inputs and output."""
+    e = model.bytes
+    if model.attention in FUSED:
+        return 4 * model.heads * tokens  # a sum for each row
+    scores = model.heads * model.sequence * tokens
+    kept = float(e)
+    if model.dropout:
+        kept += 1.5 * e
+    if model.attention == "eager":
+        kept += 4
+    return kept * scores
