@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
@@ -94,6 +94,7 @@ CUTS = {"blocks": "uniform", "weights": "weights"}
 """The partitioner of each cut."""
 
 _SHARDS: dict[str, Shard] = {"0": "none", "1": "optimizer", "3": "weights"}
+_KNOWN: dict[str, Collection[str]] = {"recompute": RECOMPUTE, "sharded": _SHARDS, "cut": CUTS}
 _NUMBERS = ("devices", "tensor", "depth", "chunks", "microbatch", "batch")
 
 
@@ -117,6 +118,8 @@ def read_runs(path: Path) -> list[tuple[MeasuredRun, dict[str, str]]]:
 
 def _run(path: Path, number: int, line: dict[str, str]) -> MeasuredRun:
     where = f"{path.name}, line {number}"
+    cut = line.get("cut") or "blocks"
+    line = {**line, "cut": cut}
     sizes = {}
     for name in _NUMBERS:
         text = line[name] or ""
@@ -134,16 +137,12 @@ def _run(path: Path, number: int, line: dict[str, str]) -> MeasuredRun:
         raise ProfileError(
             f"{where}: {sizes['devices']} devices cannot be copies of tensor {sizes['tensor']} × depth {sizes['depth']}"
         )
-    shard = _SHARDS.get(line["sharded"])
-    if shard is None:
-        raise ProfileError(f"{where}: sharded: expected one of {', '.join(_SHARDS)}, got {line['sharded']!r}")
+    for name, known in _KNOWN.items():
+        if line.get(name) not in known:
+            raise ProfileError(f"{where}: {name}: expected one of {', '.join(known)}, got {line.get(name)!r}")
+    shard = _SHARDS[line["sharded"]]
     if sizes["chunks"] > 1 and sizes["depth"] == 1 and shard != "weights":
         raise ProfileError(f"{where}: chunks: expected 1 where the depth is 1, got {sizes['chunks']}")
-    if line["recompute"] not in RECOMPUTE:
-        raise ProfileError(f"{where}: recompute: expected one of {', '.join(RECOMPUTE)}, got {line['recompute']!r}")
-    cut = line.get("cut") or "blocks"
-    if cut not in CUTS:
-        raise ProfileError(f"{where}: cut: expected {' or '.join(CUTS)}, got {cut!r}")
     try:
         transformer_of(line["model"])
     except ProfileError as problem:
@@ -338,10 +337,8 @@ def fit_machine(runs: Sequence[MeasuredRun], topology: Topology) -> FittedMachin
 
 def _changed(topology: Topology, factors: np.ndarray) -> Topology:
     """The machine with constants times the exponentials of the factors, in the order of `CONSTANTS`."""
-    times = [1.0] * len(CONSTANTS)
-    for index, factor in enumerate(factors):
-        times[index] = float(np.exp(factor))
-    products, inner, memory, outer, kernel = times
+    missing = len(CONSTANTS) - len(factors)
+    products, inner, memory, outer, kernel = map(float, np.exp(np.pad(factors, (0, missing))))
     device = topology.device
     changed = msgspec.structs.replace(
         device,

@@ -37,8 +37,8 @@ def rotations(model: Transformer, stream: float) -> list[float]:
 def every_second(model: Transformer, tokens: int, t: int) -> list[Shape]:
     """The products that a replay makes again where every second `mm` is: keys, attention's output, the gate's factor.
 
-    The others are kept (`selective_ac_option = "op"`). Products of 8 bits are no `mm`: all but the last of a block are made
-    again, as a replay ends with what the backward needs.
+    The others are kept (`selective_ac_option = "op"`). Products of 8 bits are no `mm`, so that all but the last one are
+    made again: a replay ends with what the backward needs.
     """
     h = model.hidden
     keys = h * model.keys // model.heads
