@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,24 +18,34 @@ FUSED = ("flash", "flash1", "cudnn")
 """Kinds of attention that are one kernel."""
 
 
-def product_times_s(device: Device, shape: Shape, e: int) -> tuple[float, float, float]:
+class ProductTimes(NamedTuple):
     """Seconds of a product of inputs and weights: forward, gradients of the inputs, of the weights."""
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+
+
+def product_times(device: Device, shape: Shape, e: int) -> ProductTimes:
+    """Seconds of a product with weights in elements of so many bytes."""
     m, n, k = shape
-    return product_s(device, m, n, k, 1, e), product_s(device, m, k, n, 1, e), product_s(device, k, n, m, 1, e)
+    return ProductTimes(
+        product_s(device, m, n, k, 1, e), product_s(device, m, k, n, 1, e), product_s(device, k, n, m, 1, e)
+    )
 
 
-def weights_s(device: Device, model: Transformer, shape: Shape) -> tuple[float, float, float]:
-    """Seconds of a block's product with weights, in its type or in 8 bits, as `product_times_s`."""
+def weights_s(device: Device, model: Transformer, shape: Shape) -> ProductTimes:
+    """Seconds of a block's product with weights, in its type or in 8 bits."""
     e = model.bytes
     if not model.fp8:
-        return product_times_s(device, shape, e)
+        return product_times(device, shape, e)
     fast = msgspec.structs.replace(device, flops=device.fp8_flops)
-    forward_s, input_s, weight_s = product_times_s(fast, shape, 1)
+    forward_s, input_s, weight_s = product_times(fast, shape, 1)
     # Inputs and gradients of outputs are converted, each also transposed, for the gradients of the weights.
     m, n, k = shape
     forward_s += pass_s(device, (e + 2) * m * k)
     input_s += pass_s(device, (e + 2) * m * n)
-    return forward_s, input_s, weight_s
+    return ProductTimes(forward_s, input_s, weight_s)
 
 
 def seen_s(model: Transformer, sums_s: Iterable[float], beside: Iterable[float], t: int) -> float:
@@ -53,12 +64,6 @@ def seen_s(model: Transformer, sums_s: Iterable[float], beside: Iterable[float],
     if model.overlapped:
         hidden = 1 - 1 / t
     return sum(sum_s - hidden * min(sum_s, each_s) for sum_s, each_s in zip(sums_s, beside, strict=True))
-
-
-def made_again_s(device: Device, model: Transformer, shapes: Iterable[Shape], sums_s: Iterable[float], t: int) -> float:
-    """Seconds of products that a replay makes again, with the sums of their inputs or outputs over t devices."""
-    made = [weights_s(device, model, shape)[0] for shape in shapes]
-    return sum(made) + seen_s(model, sums_s, made, t)
 
 
 def passes_s(device: Device, sizes: Iterable[float]) -> float:

@@ -18,19 +18,18 @@ from pipefit.cost.rings import Ring, all_gather_s, all_reduce_s, even, ring_of
 from pipefit.cost.roofline import pass_s, product_s, slowest_of
 from pipefit.cost.tensor import tensor_shard
 from pipefit.errors import ProfileError
+from pipefit.planner import torchtitan as titan
 from pipefit.planner.block_parts import (
     FUSED,
     kept_between,
     kept_of_scores,
-    made_again_s,
     norm,
     norm_back,
     passes_s,
-    product_times_s,
+    product_times,
     seen_s,
     weights_s,
 )
-from pipefit.planner.torchtitan import every_second, rotations, with_copies
 from pipefit.planner.transformer import Transformer, is_transformer, text_of, transformer_of
 from pipefit.spec import Device, Layer, Profile, Topology
 from pipefit.spec.counted import Counted
@@ -288,7 +287,9 @@ def _block(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
     between = stream / t if model.sequence_parallel else stream
     forward = [*norm(model, between) * 2, 2 * e * stream / t]  # the heads side by side
     backward_input = [*norm_back(model, between) * 2, *(3 * e * between,) * 2]  # residual and branch added up
-    backward_input += [2 * e * stream / t, 2 * e * qkv * stream / t]  # heads; queries, keys and values side by side
+    backward_input.append(2 * e * stream / t)  # heads
+    if not model.torchtitan:
+        backward_input.append(2 * e * qkv * stream / t)  # queries, keys and values side by side
     backward_weight = [2 * e * between] * 2  # norms
     if not model.fused_norms:
         backward_weight += [2 * e * between] * 2  # a product, and its sum
@@ -297,8 +298,8 @@ def _block(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
         backward_input += [2 * e * stream / t] * 2  # queries and keys scaled
         backward_weight += [e * width * stream for width in (qkv / t, 1, up / t, 1)]
     elif model.torchtitan:
-        forward += rotations(model, stream / t)
-        backward_input += rotations(model, stream / t)
+        forward += titan.rotations(model, stream / t)
+        backward_input += titan.rotations(model, stream / t)
     elif model.fused_passes:
         turned = 2 * e * (1 + model.keys / model.heads) * stream / t
         forward.append(turned)
@@ -323,16 +324,12 @@ def _block(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
     else:
         joined_s = 2 * pass_s(device, 3 * e * between)
     added_s = sum(_added_s(device, model, m * h / t) for m in (model.qkv, h, model.up, model.wide))
-    scatter_s = all_reduce_s(ring, e * stream) / 2
-    gather_s = scatter_s
-    if model.torchtitan and model.fp8:
-        gather_s /= e
+    half_s = all_reduce_s(ring, e * stream) / 2
     # Inputs of the first and the third product are gathered, outputs of the others scattered; back the other way round.
-    forward_sums_s = seen_s(model, (gather_s, scatter_s) * 2, made, t)
-    backward_sums_s = seen_s(model, (model.sums * scatter_s / 2,) * 4, map(add, inputs, weights), t)
-    if model.torchtitan:
-        # Of a backward only sums next to a single product overlap (torch, `micro_pipeline_tp.py`).
-        backward_sums_s = 2 * scatter_s + seen_s(model, (gather_s,) * 2, inputs[1::2], t)
+    forward_s = sum(made) + seen_s(model, (half_s,) * 4, made, t)
+    backward_s = seen_s(model, (model.sums * half_s / 2,) * 4, map(add, inputs, weights), t)
+    input_s = sum(inputs) + backward_s
+    weight_s = sum(weights)
     whole = stream if model.gathered else between  # outputs of the norms, of the two products after them
     widths = qkv + 1 + up + wide
     if model.gated and not model.fused_passes:
@@ -345,21 +342,16 @@ def _block(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
     part_s = core_s
     part = kept
     if model.torchtitan:
-        # The last product and what follows it is not needed again.
+        forward_s, input_s, weight_s, whole_s, part_s = titan.product_times(device, model, tokens, ring)
         others_s = passes_s(device, forward) + joined_s / 2
-        replay_s = made_again_s(device, model, shapes[:3], (gather_s, scatter_s, gather_s), t) + core_s + others_s
-        again = shapes[:3]
-        widths = 1.0
-        if not model.fp8:
-            again = every_second(model, tokens, t)
-            widths = 2 + model.keys / model.heads + wide
-        part_s = made_again_s(device, model, again, (gather_s, 0.0, gather_s), t) + others_s
-        part = e * (2 * between + widths * stream / t)
+        replay_s = whole_s + core_s + others_s
+        part_s += others_s
+        part = titan.kept_bytes(model, tokens, t, between)
     return Layer(
         "block",
-        sum(made) + core_s + passes_s(device, forward) + joined_s + forward_sums_s,
-        sum(inputs) + core_back_s + passes_s(device, backward_input) + backward_sums_s,
-        sum(weights) + passes_s(device, backward_weight) + added_s,
+        forward_s + core_s + passes_s(device, forward) + joined_s,
+        input_s + core_back_s + passes_s(device, backward_input),
+        weight_s + passes_s(device, backward_weight) + added_s,
         output_bytes=e * stream,
         saved_bytes=kept + kept_of_scores(model, tokens) / t,
         weight_bytes=e * (model.matrices + vectors) / t,
@@ -385,7 +377,7 @@ def _head(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
     stream = e * tokens * h
     logits = tokens * own
     weights = e * vocab * h / ring.size
-    forward_s, input_s, weight_s = product_times_s(device, (tokens, own, h), e)
+    forward_s, input_s, weight_s = product_times(device, (tokens, own, h), e)
     kept_bytes = stream + 4.0 * logits
     replayed_bytes = None
     if model.fused_loss:
@@ -443,7 +435,7 @@ def _at(model: Transformer, b: int, device: Device, ring: Ring) -> Profile:
     made += [msgspec.structs.replace(block, name=f"block{index}") for index in range(model.layers)]
     made.append(_head(device, model, b, ring))
     if model.torchtitan:
-        made = [with_copies(layer, device, model) for layer in made]
+        made = [titan.with_copies(layer, device, model) for layer in made]
     weights = sum(layer.weight_bytes for layer in made)
     return Profile(
         text_of(model),
