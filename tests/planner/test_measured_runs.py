@@ -243,7 +243,7 @@ def test_a_cut_may_be_named(tmp_path):
     path.write_text(header + f'"{MODEL}",16,2,2,1,1,256,none,1,weights,3.5\n"{MODEL}",16,2,2,1,1,256,none,1,,3.5\n')
     assert [run.cut for run, _ in read_runs(path)] == ["weights", "blocks"]
     path.write_text(header + f'"{MODEL}",16,2,2,1,1,256,none,1,time,3.5\n')
-    with pytest.raises(ProfileError, match="line 2: cut: expected blocks or weights, got 'time'"):
+    with pytest.raises(ProfileError, match="line 2: cut: expected one of blocks, weights, got 'time'"):
         read_runs(path)
 
 
