@@ -53,6 +53,7 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         idle_bytes: of the parameters that train, bytes of those that its backward does not reach.
         inner_bytes: bytes of the output inside a stage; None: as many as travel.
         copy_bytes: of the half copies of its weights that a stage makes once for each version of them.
+        replay_s: seconds of its replay from its input; None: those of its forward.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     idle_bytes: float = 0.0
     inner_bytes: float | None = None
     copy_bytes: float = 0.0
+    replay_s: float | None = None
 
     def replaying(self, recompute: str) -> Layer:
         """The layer with the seconds and saved bytes that it has where its backward replays it, or its attention.
@@ -92,10 +94,12 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kept = {"layer": self.input_bytes, "selective": self.selective_bytes}.get(recompute)
         if kept is None or not self.backward_s:
             return self
-        if recompute == "layer":
+        if recompute != "layer":
+            again_s = self.attention_s
+        elif self.replay_s is None:
             again_s = self.forward_s
         else:
-            again_s = self.attention_s
+            again_s = self.replay_s
         made = replace(self, backward_input_s=self.backward_input_s + again_s, saved_bytes=kept)
         if self.first_work_bytes is None or self.backward_work_bytes is None:
             return made
@@ -151,7 +155,7 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _FIXED = ("weight_bytes", "step_s", "step_work_bytes", "idle_bytes", "copy_bytes")
 WORK = ("forward_work_bytes", "bare_work_bytes", "backward_work_bytes", "first_work_bytes")
-_UNKNOWN = ("grad_bytes", "split_s", "half_bytes", "input_bytes", "selective_bytes", "inner_bytes", *WORK)
+_UNKNOWN = ("grad_bytes", "split_s", "half_bytes", "input_bytes", "selective_bytes", "inner_bytes", "replay_s", *WORK)
 """Figures that may be None; where they are given they scale as the others do."""
 
 _SCALED = tuple(name for name in Layer.__struct_fields__ if name not in ("name", "trained_bytes", *_FIXED, *_UNKNOWN))
