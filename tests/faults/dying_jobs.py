@@ -41,6 +41,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "gradients": {"shard": "gradients", "schedule": "data-parallel", "microbatches": 4},
     "weights": {"shard": "weights", "clip_norm": 0.05, **COPIES},
     "weights 2-1": {"shard": "weights", "replicas": (2, 1), "microbatches": 4, "stages": 2},
+    "two": {"shard": "optimizer", "schedule": "data-parallel", "microbatches": 4},
 }
 """Schedules and placements whose copies share gradients, weights or optimizer states of a stage."""
 
@@ -51,7 +52,8 @@ TENSOR: dict[str, dict[str, Any]] = {
 """Copies of a GPT whose layers two processes share; with dropout."""
 
 THREE = ("data-parallel", "copies 2-1", "copies 1-2", "gradients", "weights 2-1")
-RANKS = {shape: 3 if shape in THREE else 4 for shape in (*SHAPES, *SHARED)} | {"tensor": 4, "tensor 1f1b": 8}
+RANKS = {shape: 3 if shape in THREE else 4 for shape in (*SHAPES, *SHARED)}
+RANKS |= {"two": 2, "tensor": 4, "tensor 1f1b": 8}
 
 
 class Death(NamedTuple):

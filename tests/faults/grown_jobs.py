@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.faults.dying_jobs import RANKS, SHAPES, SHARED
 from tests.runtime import jobs
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -17,13 +18,22 @@ from torch.utils.data import DataLoader
 from pipefit import STOP, Checkpoints, Pipeline
 from pipefit.pipeline.callbacks import EMA, EarlyStopping, Record
 from pipefit.pipeline.loggers import csv_log
+from pipefit.pipeline.rearrange import rearrange
+from pipefit.planner import by_hand
 from pipefit.runtime.meeting import ENTERED, MEMORY
 from pipefit.runtime.session import Session, current
+from pipefit.spec import Plan
 
-COPIES: dict[str, Any] = {"replicas": 2, "microbatches": 4}
-RANKS = 4
 STEPS = 3
 """With all ranks, before the next one dies or the training ends."""
+
+MOVED = "moved"
+"""A training whose layers move in its second step, from three in each stage."""
+
+ALL = SHAPES | SHARED | {MOVED: {"rebalance": True, **SHAPES["1f1b"]}}
+
+MOST = 1500
+"""Steps after which a training ends in any case."""
 
 
 class Grown(NamedTuple):
@@ -56,21 +66,26 @@ class Life:
 
     every = 1
 
-    def __init__(self, pipe: Any, deaths: Sequence[int], alone: Path | None) -> None:
+    def __init__(self, pipe: Any, deaths: Sequence[int], alone: Path | None, full: int) -> None:
         self._pipe = pipe
         self._deaths = deaths
         self._alone = alone
+        self._full = full
         self._steps: Counter[tuple[int, bool]] = Counter()
         self.ranks: dict[int, int] = {}
 
     def step(self, record: Record) -> Any:
         session = self._pipe.session
-        if not session.is_distributed:
+        if session.repairs is None:
             return None
+        if record.step == 2 and self._pipe.rebalancer is not None:
+            rearrange(self._pipe, moved_plan())
         entered = int(os.environ.get(ENTERED, "0"))
-        is_whole = session.num_ranks == RANKS
+        is_whole = session.num_ranks == self._full
         self.ranks[record.step] = session.num_ranks
         self._steps[entered, is_whole] += 1
+        if record.step >= MOST:
+            return STOP
         if not is_whole:
             time.sleep(0.02)
             while self._alone is not None and not self._alone.exists():
@@ -84,6 +99,11 @@ class Life:
         if is_whole and session.rank == self._deaths[entered]:
             os.kill(os.getpid(), signal.SIGKILL)
         return None
+
+
+def moved_plan() -> Plan:
+    """A plan with other stages."""
+    return by_hand(6, num_ranks=4, replicas=(2, 2), schedule="1f1b", num_microbatches=4, stages=[2, 4])
 
 
 def gentle(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -110,7 +130,7 @@ def loader_of() -> DataLoader[Any]:
     return DataLoader(samples, batch_size=8, shuffle=True)
 
 
-def train(place: str, deaths: Sequence[int], steps: int = 100_000, outside: str = "") -> Grown:
+def train(place: str, deaths: Sequence[int], steps: int = 100_000, outside: str = "", shape: str = "1f1b") -> Grown:
     """Trains in double precision, with all that a run does besides.
 
     Args:
@@ -119,6 +139,7 @@ def train(place: str, deaths: Sequence[int], steps: int = 100_000, outside: str 
         steps: the most.
         outside: what a process that is started again does: "hang" before it makes its pipeline, or "die" when the
             others let it enter; "": it enters.
+        shape: see `SHAPES`, `SHARED` and `MOVED`.
     """
     Path(place, f"{os.getpid()}.pid").write_text(os.environ.get(MEMORY, ""))
     alone = None
@@ -126,11 +147,16 @@ def train(place: str, deaths: Sequence[int], steps: int = 100_000, outside: str 
         alone = Path(place, "alone")
     if current().is_outside:
         _suffer(outside, alone)
-    pipe = pipeline_of(**COPIES)
+    options = dict(ALL[shape])
+    if not current().is_distributed:
+        options.pop("rebalance", None)
+    pipe = pipeline_of(**options)
     best = EarlyStopping(pipe, 1000, f"{place}/best")
-    life = Life(pipe, deaths, alone)
+    life = Life(pipe, deaths, alone, RANKS.get(shape, 4))
     saves = Checkpoints(pipe, f"{place}/checkpoints", every=1, keep=0)
-    callbacks = [saves, csv_log(f"{place}/log.csv"), best, EMA(pipe, 0.5), life]
+    callbacks = [saves, csv_log(f"{place}/log.csv"), best, life]
+    if shape not in SHARED:
+        callbacks.insert(3, EMA(pipe, 0.5))
     held_out = [(x.double(), y) for x, y in jobs.batches(1)]
     losses = pipe.fit(loader_of(), steps, callbacks=callbacks, held_out=held_out, evaluate_every=2)
     losses.append(pipe.evaluate(held_out))
@@ -147,9 +173,9 @@ def _suffer(outside: str, alone: Path | None) -> None:
         pytest.MonkeyPatch().setattr(Session, "_renumbered", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def losses_from(checkpoint: Path, steps: int) -> list[float]:
+def losses_from(checkpoint: Path, steps: int, shape: str) -> list[float]:
     """Losses of an undisturbed training from a checkpoint on."""
-    pipe = pipeline_of(**COPIES)
+    pipe = pipeline_of(**({"plan": moved_plan()} if shape == MOVED else ALL[shape]))
     pipe.load(checkpoint)
     return pipe.fit(loader_of(), steps)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from tests.faults.dying_jobs import SHAPES, num_sockets
+from tests.faults.dying_jobs import SHAPES, SHARED, num_sockets
 from tests.faults.grown_jobs import is_running, loader_of, pipeline_of
 from tests.runtime import jobs
 from torch import Tensor
@@ -26,9 +26,6 @@ from pipefit.spec import Layer, Profile
 START, FEWER, ENTRY, LOOK, MOVE = "start", "fewer", "entry", "look", "move"
 """The anchors of a fault: a process has made its pipeline, makes a step with fewer ranks, begins to meet a process that
 enters; it looks at its times, is about to move layers. Another one is "step 8", before that step is saved."""
-
-_CALM = 4
-"""Steps that follow the last change before the training ends."""
 
 _MOST = 1500
 """Steps after which a training ends in any case."""
@@ -56,12 +53,13 @@ class Job(NamedTuple):
     """A training.
 
     Attributes:
-        shape: see `SHAPES`.
+        shape: see `SHAPES` and `SHARED`.
         faults: that come.
         every: steps between checkpoints.
         pauses: whether the training pauses after each step; else a loss is read while the next step runs.
         evaluates: steps between evaluations; 0: there are none.
         by_stage: all copies of a stage are slow; else one rank is.
+        moves: layers, or shares of the batch, move while the run grows.
     """
 
     shape: str
@@ -70,6 +68,7 @@ class Job(NamedTuple):
     pauses: bool = True
     evaluates: int = 0
     by_stage: bool = False
+    moves: bool = False
 
 
 class Trained(NamedTuple):
@@ -138,7 +137,12 @@ class Life:
         place: a folder for its files.
         suffering: of this process.
         full: ranks at the beginning.
+
+    Attributes:
+        calm: steps that follow the last change before the training ends.
     """
+
+    calm = 4
 
     def __init__(self, pipe: Pipeline, place: str, suffering: Suffering, full: int) -> None:
         self._pipe = pipe
@@ -161,7 +165,7 @@ class Life:
         struck = len(list(self._place.glob("struck-*")))
         key = (session.num_ranks, os.environ.get(ENTERED), session.num_faults, struck, over)
         self._steps[key] += 1
-        if over and self._steps[key] >= _CALM and not self._is_pending():
+        if over and self._steps[key] >= self.calm and not self._is_pending():
             return STOP
         return None
 
@@ -189,10 +193,14 @@ def grow(job: Job, place: str, full: int) -> Trained:
     if is_new:
         Path(place, f"{os.getpid()}.new").touch()
     suffering = Suffering(place, job.faults)
-    pipe = pipeline_of(**SHAPES[job.shape])
+    pipe = pipeline_of(rebalance=job.moves, **(SHAPES | SHARED)[job.shape])
+    if job.moves:
+        _let_move(pipe, suffering, job.by_stage)
     entries = _watched(suffering)
     suffering.at(START)
     life: Any = Life(pipe, place, suffering, full)
+    if job.moves:
+        life.calm = MOVED_STEPS
     if job.pauses:
         life.every = 1
     firsts: list[float] = []
@@ -231,7 +239,7 @@ def _watched(suffering: Suffering) -> list[float]:
 
 def undisturbed(shape: str, steps: int, factor: float = 1.0) -> tuple[list[float], list[dict[str, Tensor]]]:
     """Losses, and weights after each step, of the same training in this process; `factor` as in `pipeline_of`."""
-    pipe = pipeline_of(factor, **SHAPES[shape])
+    pipe = pipeline_of(factor, **(SHAPES | SHARED)[shape])
     weights: list[dict[str, Tensor]] = []
 
     class Keeping:
@@ -275,17 +283,22 @@ class Moving(Rebalancer):
         super()._make(move)
 
 
+def _let_move(pipe: Pipeline, suffering: Suffering, by_stage: bool) -> None:
+    """Gives a pipeline the clock of the trial."""
+    third = 10.0 / 3
+    layers = tuple(Layer(f"layer {i}", third, third, third, 0, 0, 8) for i in range(len(pipe.layers)))
+    moving = Moving(pipe, Decision(pipe.plan, Profile("model", 1, layers)))
+    moving.suffering = suffering
+    moving.by_stage = by_stage
+    pipe.rebalancer = moving
+
+
 def move(job: Job, place: str, full: int) -> Trained:
     """Trains in double precision while layers move; `full` is as in `grow`."""
     Path(place, f"{os.getpid()}.pid").write_text(os.environ.get(MEMORY, ""))
     suffering = Suffering(place, job.faults)
     pipe = pipeline_of(rebalance=True, **SHAPES[job.shape])
-    third = 10.0 / 3
-    layers = tuple(Layer(f"layer {i}", third, third, third, 0, 0, 8) for i in range(len(pipe.layers)))
-    moving = Moving(pipe, Decision(pipe.plan, Profile("model", 1, layers)))
-    moving.suffering = suffering
-    moving.by_stage = job.by_stage
-    pipe.rebalancer = moving
+    _let_move(pipe, suffering, job.by_stage)
     suffering.at(START)
     began = time.perf_counter()
     saves = Checkpoints(pipe, f"{place}/checkpoints", every=job.every)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.faults.dying_jobs import RANKS, SHAPES
+from tests.faults.dying_jobs import RANKS, SHAPES, SHARED
 from tests.faults.grown_jobs import steps_in
 from tests.faults.late_jobs import (
     ENTRY,
@@ -36,6 +36,12 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(3600)]
 
 ALL = os.environ.get("PIPEFIT_TRIALS") == "all"
 GROWTHS = 132 if ALL else 2 * len(SHAPES)
+OF_SHARED = 8 if ALL else 1
+"""Growths of each shape whose copies share something."""
+
+GROWTHS_OF_MOVED = 44 if ALL else len(SHAPES)
+"""Those in which layers move, too."""
+
 MOVES = 66 if ALL else len(SHAPES)
 SIGNALS = (*[signal.SIGKILL] * 4, signal.SIGSTOP)
 USUAL: dict[str, Any] = {"threads": 1, "quiet": True, "recover": 4, "deadline_s": 6}
@@ -68,7 +74,7 @@ class Trials:
     """The trials of a shape, one after the other.
 
     Args:
-        shape: see `SHAPES`.
+        shape: see `SHAPES` and `SHARED`.
         place: a folder for their files.
         train: a function of `late_jobs`.
         options: of the launch.
@@ -154,6 +160,22 @@ def loss_of_a_move(number: int, shape: str, seconds: float) -> Job:
     return Job(shape, faults, dice.choice((1, 2, 5)), by_stage=dice.random() < 0.5)
 
 
+def growth_of_shared(number: int, shape: str, outside_s: float, meeting_s: float) -> Job:
+    """A rank that is lost after a step, which is then in memory, and up to two more faults."""
+    job = growth(number, shape, outside_s, meeting_s)
+    first = job.faults[0]._replace(anchor=f"step {random.Random(number).randint(1, 6)}")
+    return job._replace(faults=[first, *job.faults[1:]])
+
+
+def growth_of_moved(number: int, shape: str, outside_s: float, meeting_s: float) -> Job:
+    """A rank that is lost after layers have moved, or while they do, and up to two more faults."""
+    job = growth(3000 + number, shape, outside_s, meeting_s)
+    dice = random.Random(3000 + number)
+    anchor = dice.choice((LOOK, MOVE, f"step {dice.randint(1, 40)}"))
+    first = job.faults[0]._replace(anchor=anchor, seconds=dice.uniform(0, 0.05))
+    return job._replace(faults=[first, *job.faults[1:]], by_stage=dice.random() < 0.5, moves=True)
+
+
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """A warning that is captured holds on to its error, and to the processes of the start that failed."""
@@ -162,21 +184,39 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def numbers(shape: str, most: int) -> range:
     """The seeds of a shape's trials."""
+    if shape in SHARED:
+        return range(2000, 2000 + OF_SHARED)
     return range(list(SHAPES).index(shape), most, len(SHAPES))
 
 
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *SHARED])
 def test_a_run_that_grows_survives_faults_at_random_moments(shape: str, trial, tmp_path: Path) -> None:
     trials = Trials(shape, tmp_path, grow, grow=True)
     (new,) = [one for one in trials.plain([Fault(1, False, "step 2", 0.0)]) if one.is_new]
+    make = growth_of_shared if shape in SHARED else growth
     for number in numbers(shape, GROWTHS):
-        job = growth(number, shape, new.outside_s, new.meeting_s)
+        job = make(number, shape, new.outside_s, new.meeting_s)
         ending, wrong, unlike = trials.wrong(str(number), job)
         what = f"trial {number}: {job}: {wrong}, {unlike}"
-        trial(f"faults while a run grows, {ending}", what, well=not wrong, resumed=not unlike)
+        kind = "copies that share grow" if shape in SHARED else "a run grows"
+        trial(f"faults while {kind}, {ending}", what, well=not wrong, resumed=not unlike)
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_run_that_grows_while_layers_move_survives_faults(shape: str, trial, tmp_path: Path) -> None:
+    trials = Trials(shape, tmp_path, grow, grow=True)
+    (new,) = [one for one in trials.plain([Fault(1, False, "step 2", 0.0)]) if one.is_new]
+    for number in numbers(shape, GROWTHS_OF_MOVED):
+        job = growth_of_moved(number, shape, new.outside_s, new.meeting_s)
+        ending, wrong, unlike = trials.wrong(str(number), job)
+        what = f"trial {number}: {job}: {wrong}, {unlike}"
+        trial(f"faults while a run grows and layers move, {ending}", what, well=not wrong, resumed=not unlike)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from pipefit.errors import CommunicationError, PipefitError, is_lost_peer
 from pipefit.pipeline.callbacks import Callbacks
 from pipefit.pipeline.facts import structure_of
 from pipefit.pipeline.rearrange import rearrange, why_stays
-from pipefit.pipeline.repairable import why_fixed, why_not
+from pipefit.pipeline.repairable import why_lost, why_not
 from pipefit.planner import plan_without
 from pipefit.runtime.collectives import exchange
 from pipefit.runtime.faults import note
@@ -52,12 +52,24 @@ class Growing:
         pipe = self._pipe
         if len(current().trainings) > 1 or pipe.recovery is None or pipe.recovery.first is None:
             return "the training is not in the first fit of one pipeline"
-        if pipe.rebalancer is not None:
-            return "layers move between the ranks (rebalance)"
-        if why := why_fixed(self._whole):
+        if why := why_lost(self._whole):
             return why
+        if self._whole.tensor > 1:
+            return f"ranks share layers (tensor={self._whole.tensor})"
+        if self._shares and (pipe.recovery.every != 1 or pipe.loop.callbacks.moving):
+            return "copies of a stage share its weights, and not all of each step is copied in memory"
         reasons = [why_stays(layer) for layer in pipe.layers]
         return next(filter(None, reasons), "")
+
+    def leave(self, plan: Plan) -> None:
+        """Notes the plan that the ranks leave at a loss; the last one with all ranks is taken again."""
+        if plan.num_processes == self._whole.num_processes:
+            self._whole = plan
+
+    @property
+    def _shares(self) -> bool:
+        """Whether copies of a stage share its weights or states."""
+        return self._whole.shard != "none"
 
     def _facts(self) -> list[Any]:
         """The facts that a process must have in common with the others before it enters."""
@@ -66,12 +78,28 @@ class Growing:
 
     # ---- the ranks -------------------------------------------------------------------------------------------------
 
+    def saved(self) -> dict[str, Any]:
+        """The state of the training, before a process may enter. Every rank calls it.
+
+        Where copies of a stage share weights, a copy in memory has the same state. It was made after the step, unless
+        the ranks share nothing now, or something was changed since.
+        """
+        pipe = self._pipe
+
+        def is_newest() -> bool:
+            return pipe.plan.shard != "none" and pipe.recovery.memory.is_newest()
+
+        if self._shares and pipe.recovery.memory is not None:
+            if not all(current().unit(lambda: exchange(current(), is_newest()))):
+                pipe.recovery.memory.keep()
+        return dict(pipe.state.saved())
+
     def admit(self, number: int, state: dict[str, Any], batch: Any) -> None:
         """Lets a process enter between two steps. Every rank calls it.
 
         Args:
             number: of its announcement.
-            state: of the training, before the next batch was drawn.
+            state: that `saved` returned.
             batch: the next one.
         """
         session = current()
@@ -101,7 +129,9 @@ class Growing:
             "verified": pipe.verified,
         }
         exchange(session, data)
-        rearrange(pipe, without(pipe, self._whole, entry.absent), session)
+        rearrange(pipe, without(pipe, self._whole, entry.absent), session, is_restored=self._shares)
+        if pipe.rebalancer is not None:
+            pipe.rebalancer.policy = None  # the process that enters has none
         self._end(batch)
         if before == 0:
             facts = {"entered": session.num_ranks, "step": pipe.num_updates, "start": session.num_faults}
@@ -123,9 +153,14 @@ class Growing:
     def _enter(self, entry: Entry) -> None:
         pipe = self._pipe
         # Its own weights are those of the beginning.
+        for worker in pipe.workers:
+            worker.let_go()
         pipe.engine.workers = []
         forget_others(pipe.layers, set())
-        pipe.loop.callbacks = Callbacks(pipe.recovery.first.callbacks, current().stop)
+        callbacks = list(pipe.recovery.first.callbacks)
+        if pipe.rebalancer is not None:
+            callbacks.append(pipe.rebalancer)
+        pipe.loop.callbacks = Callbacks(callbacks, current().stop)
         session = current().with_newcomer(entry)
         data = next(filter(None, exchange(session, None)))
         pipe.state.resume(data["step"], **data["state"])
@@ -135,7 +170,7 @@ class Growing:
         session.progress.passes = data["passes"]
         _repairs().commits = data["commits"]
         self._whole = msgspec.convert(data["plan"], Plan)
-        rearrange(pipe, without(pipe, self._whole, entry.absent), session)
+        rearrange(pipe, without(pipe, self._whole, entry.absent), session, is_restored=self._shares)
 
     # ---- all -------------------------------------------------------------------------------------------------------
 

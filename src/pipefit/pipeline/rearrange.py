@@ -104,7 +104,13 @@ class _Moved(NamedTuple):
     sent_bytes: float
 
 
-def rearrange(pipe: Any, plan: Plan, session: Session | None = None, proved: Programs | None = None) -> Rearranged:
+def rearrange(
+    pipe: Any,
+    plan: Plan,
+    session: Session | None = None,
+    proved: Programs | None = None,
+    is_restored: bool = False,
+) -> Rearranged:
     """Lets a pipeline go on by another plan, with the same numbers. Every process of the plan must call it.
 
     It is called between two steps of a synchronous schedule, also in a callback. A process keeps the tensors that it
@@ -112,14 +118,13 @@ def rearrange(pipe: Any, plan: Plan, session: Session | None = None, proved: Pro
     the user's modules and the optimizers stay the same objects, and so does the learning-rate schedule of a stage whose
     weights stay together. What a module keeps in other attributes than parameters and buffers does not move.
 
-    Where copies of a stage share its weights, and ranks are lost, all weights and states come from the copies of this
-    step in memory. After an error the training is then lost.
-
     Args:
         pipe: that is trained.
         plan: for the processes of the session; its ranks are the session's.
         session: the processes from now on, among which this one may have another number; None: those of before.
         proved: programs of the plan that are known; None: they are made now.
+        is_restored: all weights and states come from the copies of this step in memory, because copies of a stage
+            share them. After an error the training is then lost.
 
     Raises:
         PlanError: the plan does not fit, or is one that a live pipeline cannot take; nothing has changed.
@@ -131,7 +136,6 @@ def rearrange(pipe: Any, plan: Plan, session: Session | None = None, proved: Pro
     session = session or pipe.session
     if session is pipe.session:
         session.settle()
-    is_restored = session is not pipe.session and pipe.plan.shard != "none"
     settle(pipe.device)  # the last step of a GPU may still run
     with session.at(MEETING):
         following, held = _prepared(pipe, plan, session, proved, is_restored)

@@ -52,18 +52,21 @@ class Rebalancer:
 
     Attributes:
         every: the training pauses at multiples of so many steps.
+        common: see `Callbacks`.
+        policy: for the plan that runs; None: the next look makes one, and begins anew.
 
     Raises:
         PlanError: the plan is one whose layers cannot move.
     """
 
     every = WINDOW
+    common = ("_has_ended", "_move_s")
 
     def __init__(self, pipe: Any, decision: Decision) -> None:
         _check(pipe)
         self._pipe = pipe
         self._decision = decision
-        self._policy: Rebalance | None = None
+        self.policy: Rebalance | None = None
         self._move_s = _FIRST_S
         self._has_ended = False
         self._end: int | None = None
@@ -86,11 +89,11 @@ class Rebalancer:
         # After the step a rank may have been lost: then the passes are those of the plan before.
         if len(passes) < self.every or not pipe.loop.has_run(pipe.program):
             return
-        if self._policy is None or self._policy.plan != pipe.plan:
+        if self.policy is None or self.policy.plan != pipe.plan:
             # The first window, or a rank was lost and the run goes on by another plan.
-            self._policy = self._fresh()
+            self.policy = self._fresh()
         rows = exchange(pipe.session, self.figures_of([one[pipe.rank] for one in passes]))
-        found = self._policy.look(self._window(record.step, rows))
+        found = self.policy.look(self._window(record.step, rows))
         # Processors may differ in the last digit of a sum: the decision of the first one counts.
         decided = exchange(pipe.session, msgspec.to_builtins(found))[0]
         if decided is not None:
@@ -115,7 +118,7 @@ class Rebalancer:
 
     def _make(self, move: Move) -> None:
         """Makes a move, and notes it with its reason."""
-        assert self._policy is not None
+        assert self.policy is not None
         began = time.perf_counter()
         try:
             rearrange(self._pipe, move.plan)
@@ -124,7 +127,7 @@ class Rebalancer:
             self._has_ended = True
             return
         self._move_s = time.perf_counter() - began
-        self._policy.moved(replace(move, plan=self._pipe.plan))
+        self.policy.moved(replace(move, plan=self._pipe.plan))
         session = self._pipe.session
         if session.rank == 0:
             _log.warning("%s", move)

@@ -67,6 +67,7 @@ class Recovery:
 
     Attributes:
         every: steps between copies in memory; 0: there are none.
+        memory: the copies of the plan that the training has now; None: there are none.
         folder: of these copies, and of the log of a training without checkpoints; None: there is none.
         first: the first `fit` of this process, while it runs.
     """
@@ -86,12 +87,12 @@ class Recovery:
     def follow(self, session: Session) -> None:
         """Follows the plan that the training has now; one that was copied in memory still is."""
         self._session = session
-        self._memory = memory_of(self._pipe, self.folder, self._pipe.schedule.is_synchronous, self.every)
+        self.memory = memory_of(self._pipe, self.folder, self._pipe.schedule.is_synchronous, self.every)
         self._pipe.loop.memory = None
-        if self._memory:
-            self.every = self._memory.every
+        if self.memory:
+            self.every = self.memory.every
         if self.every == 1 and not why_not(self._pipe.plan):
-            self._pipe.loop.memory = self._memory
+            self._pipe.loop.memory = self.memory
 
     def _own_folder(self) -> Path | None:
         """The folder in memory of this training, among those of a script."""
@@ -257,8 +258,8 @@ class Recovery:
 
     def copy(self, record: Record) -> None:
         """Copies the training in memory if it is due, after all other callbacks: their logs have the step, too."""
-        if self._memory is not None and record.step == self._pipe.num_updates != self._pipe.loop.copied:
-            self._memory.keep()
+        if self.memory is not None and record.step == self._pipe.num_updates != self._pipe.loop.copied:
+            self.memory.keep()
 
 
 def _in_words(plan: Plan) -> str:

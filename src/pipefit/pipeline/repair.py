@@ -48,6 +48,7 @@ class Repair:
             return
         session.repairs.check = self.check
         session.repairs.mend = self.mend
+        session.repairs.door.saved = self.growing.saved
         session.repairs.door.admit = self.growing.admit
         session.repairs.listen(why_not(pipe.plan))
         missed = session.repairs.losses[self._known :]
@@ -56,7 +57,7 @@ class Repair:
             for loss in missed:
                 plan = _without(pipe, plan, _ranks_of(plan, loss))
             try:
-                rearrange(pipe, plan, session)
+                rearrange(pipe, plan, session, is_restored=pipe.plan.shard != "none")
             except PipefitError as why:
                 raise CommunicationError(f"the run does not go on without the lost ranks: {why}") from None
             self._known += len(missed)
@@ -100,7 +101,9 @@ class Repair:
         pipe = self._pipe()
         session = current().without(loss)
         assert pipe is not None and session.repairs is not None
-        rearrange(pipe, self._following.plan, session, self._following)
+        following = self._following
+        self.growing.leave(pipe.plan)
+        rearrange(pipe, following.plan, session, following, is_restored=pipe.plan.shard != "none")
         self._known = len(session.repairs.losses)
         session.repairs.listen(why_not(pipe.plan))
         if pipe.recovery is not None:

@@ -14,7 +14,7 @@ def why_not(plan: Plan) -> str:
         return "nobody would report it"
     if default_kind() not in ("cpu", "cuda"):
         return f"nothing ends a wait of {default_kind()} for others"
-    if why := _why_lost(plan):
+    if why := why_lost(plan):
         return why
     if plan.tensor > 1 and (plan.shard != "none" or default_kind() != "cpu"):
         return f"ranks share layers (tensor={plan.tensor}, shard={plan.shard!r}, on {default_kind()})"
@@ -25,14 +25,14 @@ def why_not(plan: Plan) -> str:
 
 def why_fixed(plan: Plan) -> str:
     """The reason why a live pipeline can neither leave nor take a plan; "": it can."""
-    if why := _why_lost(plan):
+    if why := why_lost(plan):
         return why
     if plan.shard != "none" or plan.tensor > 1:
         return f"ranks share the weights of a stage (tensor={plan.tensor}, shard={plan.shard!r})"
     return ""
 
 
-def _why_lost(plan: Plan) -> str:
+def why_lost(plan: Plan) -> str:
     """The reason why a pipeline cannot leave a plan, even if no layer moves between processes; "": it can."""
     schedule = find(plan.schedule)
     if not schedule.is_synchronous:

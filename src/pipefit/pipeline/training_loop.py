@@ -233,7 +233,7 @@ class TrainingLoop:
             if self._stop.agreed or self._stop.ended:
                 break
             newcomer = self._engine.session.door.take()
-            before = self._state.saved() if newcomer else {}
+            before = self._engine.session.door.saved() if newcomer else {}
             batch = next(batches, None)
             if batch is None:
                 break

@@ -49,10 +49,11 @@ class Door:
 
     Attributes:
         facts: of the process that was announced last.
-        admit: lets the process of an announcement enter, between two steps: with its number, the state of the training,
-            and the next batch.
+        saved: returns the state of the training, between two steps, before the next batch is drawn.
+        admit: then lets the process of an announcement enter: with its number, this state, and the next batch.
     """
 
+    saved: Callable[[], dict[str, Any]]
     admit: Callable[[int, dict[str, Any], Any], None]
 
     def __init__(self) -> None:
