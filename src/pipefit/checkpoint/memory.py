@@ -127,12 +127,14 @@ class Memory:
 
     def _write(self, parts: Sequence[Part], place: Path) -> None:
         place.mkdir(mode=0o700, exist_ok=True)
-        name = f"rank-{self._pipeline.workers[0].rank}"
-        (place / f"{name}.safetensors").unlink(missing_ok=True)  # where a rank was lost before all had their copies
+        for part in parts:
+            if part.name:
+                (place / part.name).unlink(missing_ok=True)  # where a rank was lost before all had their copies
         report = write_parts(self._pipeline.session, parts, place)
         if report["files"]:
             data = encode("checkpoint", manifest_of(facts_of(self._pipeline, {}), [report]))
-            write_sealed(place / f"{name}.json", data, durable=False)
+            first = Path(report["files"][0]["name"])
+            write_sealed(place / first.with_suffix(".json"), data, durable=False)
 
 
 def memory_of(pipeline: Trained, folder: Path | None, is_synchronous: bool, before: int) -> Memory | None:

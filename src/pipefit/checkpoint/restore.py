@@ -195,39 +195,44 @@ def _prepare(pipeline: Trained, saved: Mapping[str, Saved], manifest: Manifest, 
         if owner in weights:
             weights[alias] = weights[owner]
     _compare(pipeline, weights, weights_only)
-    mesh = pipeline.workers[0].mesh
-    states: dict[str, Read] = {}
-    for name, entry in saved.items():
-        if name.startswith(OPTIM):
-            parameter = parameter_and_key(name)[0]
-            states[name] = entry.read
-            if parameter in weights and entry.shape == weights[parameter].shape:
-                states[name] = _reader(mesh, parameter, entry)
-    states_of = by_parameter(states)
+    readers = readers_of(pipeline.workers[0].mesh, {**saved, **weights})
+    states_of = by_parameter(readers)
     takers: list[Take] = []
     for worker in pipeline.workers:
         for stage in worker.stages:
             restore = None
             if not weights_only and stage in worker.optimizers:
                 restore = restore_optimizer(worker, stage, manifest.optimization, states_of)
-            takers.append(partial(_take, worker, stage, weights, restore))
+            takers.append(partial(_take, worker, stage, readers, restore))
     return takers
 
 
+def readers_of(mesh: Mesh, saved: Mapping[str, Saved]) -> dict[str, Read]:
+    """Reads this process's parts of saved tensors: of weights, and of states that have the shapes of their weights."""
+    found = {}
+    for name, entry in saved.items():
+        weight = name
+        if name.startswith(OPTIM):
+            weight = parameter_and_key(name)[0]
+        found[name] = entry.read
+        if weight in saved and entry.shape == saved[weight].shape:
+            found[name] = partial(_read_part, mesh, weight, entry.read)
+    return found
+
+
+def _read_part(mesh: Mesh, weight: str, read: Read) -> Tensor:
+    return mesh.part(weight, read())
+
+
 @torch.no_grad()
-def _take(worker: Worker, stage: int, weights: Contents, restore: Take | None) -> None:
+def _take(worker: Worker, stage: int, readers: Mapping[str, Read], restore: Take | None) -> None:
     """Loads the saved tensors of a stage, which is on the device meanwhile."""
     with worker.presence(stage, optim=True, change=True):
         with worker.stores[stage].overwritten():
             for name, _, tensor in weights_of(worker, stage):
-                tensor.copy_(_reader(worker.mesh, name, weights[name])())
+                tensor.copy_(readers[name]())
         if restore is not None:
             restore()
-
-
-def _reader(mesh: Mesh, name: str, saved: Saved) -> Read:
-    """Reads this process's part of a saved tensor."""
-    return lambda: mesh.part(name, saved.read())
 
 
 def _compare(pipeline: Trained, weights: Contents, weights_only: bool) -> None:

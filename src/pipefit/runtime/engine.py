@@ -45,6 +45,7 @@ class Engine:
     Attributes:
         workers: one in a distributed run; all of them in a local one.
         transports: of each worker.
+        mesh: the processes that share this process's rank.
         metric_names: of the metrics that the loss returns, the same on every rank; None: not known yet.
         is_lost: whether a step has failed after some of its updates.
     """
@@ -68,6 +69,7 @@ class Engine:
             session: the ranks of the run.
         """
         self.workers = list(workers)
+        self.mesh: Mesh = workers[0].mesh
         self.is_lost = False
         self.executions: list[Execution] = []
         self._prepared: set[str] = set()
@@ -92,11 +94,6 @@ class Engine:
         made = DistributedTransport(rank, num_stages, self.device, self.mesh, has_link_groups)
         session.before_leaving.append(made.finish)
         return made
-
-    @property
-    def mesh(self) -> Mesh:
-        """The processes that share this process's rank."""
-        return self.workers[0].mesh
 
     @property
     def moved_bytes(self) -> tuple[float, float]:
