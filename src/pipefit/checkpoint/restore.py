@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipefit.checkpoint.manifest import MANIFEST, Manifest, candidates, read_manifest
-from pipefit.checkpoint.optim import Read, by_parameter, parameter_and_key, restore_optimizer
+from pipefit.checkpoint.optim import Read, by_parameter, restore_optimizer, weight_of
 from pipefit.checkpoint.sharded import OPTIM
 from pipefit.checkpoint.state import tensors_of, weights_of
 from pipefit.checkpoint.tensor_files import DTYPES
@@ -195,7 +195,7 @@ def _prepare(pipeline: Trained, saved: Mapping[str, Saved], manifest: Manifest, 
         if owner in weights:
             weights[alias] = weights[owner]
     _compare(pipeline, weights, weights_only)
-    readers = readers_of(pipeline.workers[0].mesh, {**saved, **weights})
+    readers = readers_of(pipeline.engine.mesh, {**saved, **weights})
     states_of = by_parameter(readers)
     takers: list[Take] = []
     for worker in pipeline.workers:
@@ -211,9 +211,7 @@ def readers_of(mesh: Mesh, saved: Mapping[str, Saved]) -> dict[str, Read]:
     """Reads this process's parts of saved tensors: of weights, and of states that have the shapes of their weights."""
     found = {}
     for name, entry in saved.items():
-        weight = name
-        if name.startswith(OPTIM):
-            weight = parameter_and_key(name)[0]
+        weight = weight_of(name)
         found[name] = entry.read
         if weight in saved and entry.shape == saved[weight].shape:
             found[name] = partial(_read_part, mesh, weight, entry.read)
@@ -238,7 +236,7 @@ def _take(worker: Worker, stage: int, readers: Mapping[str, Read], restore: Take
 def _compare(pipeline: Trained, weights: Contents, weights_only: bool) -> None:
     """Compares names, shapes and types of the whole model, also of tensors on other ranks."""
     wanted = tensors_of(pipeline.layers)
-    whole_shape = pipeline.workers[0].mesh.whole_shape
+    whole_shape = pipeline.engine.mesh.whole_shape
     if missing := [name for name in wanted if name not in weights]:
         raise ModelError(_other_model("the model has", missing, "that the checkpoint lacks", weights))
     if unknown := [name for name in weights if name not in wanted]:

@@ -73,13 +73,13 @@ class _Next(NamedTuple):
     Attributes:
         plan: with what it says about this model.
         programs: of the plan; the shortest is proved.
-        ranks: that this process will run.
+        ranks_of: those that each process will run.
         session: of the processes that will run it.
     """
 
     plan: Plan
     programs: Programs
-    ranks: list[int]
+    ranks_of: list[list[int]]
     session: Session
 
 
@@ -135,10 +135,7 @@ def rearrange(pipe: Any, plan: Plan, session: Session | None = None, proved: Pro
     with session.at(MEETING):
         following, held = _prepared(pipe, plan, session, proved, is_restored)
         header = following.programs.shortest().header
-        ranks_of = [following.ranks]
-        if session.is_distributed:
-            ranks_of = [[process // plan.tensor] for process in range(session.num_ranks)]
-        now = [_layers_of(following.plan, header, ranks) for ranks in ranks_of]
+        now = [_layers_of(following.plan, header, ranks) for ranks in following.ranks_of]
         moves = moves_of(pipe.layers, held, now, following.plan.tensor)
         gains = {(layer, process) for process, own in enumerate(now) for layer in own if layer not in held[process]}
         copies = _checked_sources(pipe, session, moves, {layer for layer, _ in gains}, is_restored)
@@ -187,10 +184,10 @@ def _prepared(
         if programs is None or programs.plan != own:
             programs = Programs(own, pipe.training, pipe.layers, None)
         program = programs.shortest()
-        ranks = list(range(program.header.num_ranks))
+        ranks_of = [list(range(program.header.num_ranks))]
         if session.is_distributed:
-            ranks = [session.rank // plan.tensor]
-        found.append(_Next(own, programs, ranks, session))
+            ranks_of = [[process // plan.tensor] for process in range(session.num_ranks)]
+        found.append(_Next(own, programs, ranks_of, session))
         state = pipe.state.saved()
         alike = facts_of_plan(own) | {"program": program.digest, "step": pipe.num_updates}
         alike |= {"micro-batches trained": state["ordinal"], "loss scale": state["loss_scale"]}
@@ -356,8 +353,9 @@ def _built(
     ties = tied_parameters(pipe.layers, plan.partition)
     workers = []
     takers = []
-    parts = split(pipe.layers, plan.partition, [header.stages_of(rank) for rank in following.ranks])
-    for rank, part in zip(following.ranks, parts, strict=True):
+    ranks = following.ranks_of[following.session.rank]
+    parts = split(pipe.layers, plan.partition, [header.stages_of(rank) for rank in ranks])
+    for rank, part in zip(ranks, parts, strict=True):
         for layer in chain.from_iterable(part.values()):
             _fill(layer, moved)
         worker = worker_of(rank, part, plan, ties, pipe.training, pipe.device, mesh=pipe.engine.mesh, kept=kept)

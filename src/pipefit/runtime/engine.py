@@ -14,7 +14,6 @@ from pipefit.ir import text
 from pipefit.ir.graph import collective_members, dependency_graph
 from pipefit.ir.op import Op
 from pipefit.ir.program import Header, Program
-from pipefit.parallel.mesh import Mesh
 from pipefit.parallel.threads import let_carriers_wait, let_go
 from pipefit.passes.gathering import gathering_of
 from pipefit.runtime.collectives import check_alike
@@ -69,7 +68,7 @@ class Engine:
             session: the ranks of the run.
         """
         self.workers = list(workers)
-        self.mesh: Mesh = workers[0].mesh
+        self.mesh = workers[0].mesh
         self.is_lost = False
         self.executions: list[Execution] = []
         self._prepared: set[str] = set()
