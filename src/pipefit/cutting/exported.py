@@ -28,10 +28,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from pipefit.cutting.flow import Flow, memory_of, written_by
-from pipefit.cutting.states import Copying
 from pipefit.errors import ModelError
 from pipefit.stage.batchnorm import TRACKED, normalised
 from pipefit.stage.opened import Rest, opened
+from pipefit.stage.split import Copying
 
 _INSIDE = "of_pipefit"
 """The name of a model in a module around it."""

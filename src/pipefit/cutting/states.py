@@ -16,18 +16,18 @@ import threading
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from pipefit.cutting.outer import outer_variables
 from pipefit.errors import ModelError
 from pipefit.stage.device import random_state_kept
+from pipefit.stage.split import Copying
 
 TREE = ("_parameters", "_modules")
 _SHARED = (
@@ -132,19 +132,6 @@ class States:
             object.__setattr__(module, "__dict__", values)
         for variable, value in zip(self._variables, state.values, strict=True):
             variable.put(value)
-
-
-class Copying(TorchFunctionMode):
-    """The context in which copies of computed tensors are detached; torch itself would refuse to copy them."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Calls a function of torch."""
-        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
-            tensor, memo = args
-            return memo.setdefault(id(tensor), tensor.detach().clone())
-        return func(*args, **kwargs or {})
 
 
 def _copy_of(place: str, key: str, value: Any, memo: dict[int, Any]) -> Any:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from pipefit.errors import ModelError
 from pipefit.spec.plan import Partition
@@ -119,7 +120,7 @@ def num_frozen(layers: Sequence[NamedLayer], partition: Partition) -> int:
     """How many stages at the beginning have nothing that steps change: parameters that train, averages of batch norms.
 
     Raises:
-        ModelError: the partition is for another number of layers.
+        ModelError: the partition is for another number of layers, or layers to be copied cannot be.
     """
     _check(layers, partition)
 
@@ -163,11 +164,52 @@ def split(
         if given & set(stages) or owned & tensors.keys():
             # One copy for all stages of the rank, so that ties within the rank survive.
             kept = {key: tensor for key, tensor in tensors.items() if key not in owned}
-            mine = copy.deepcopy(mine, kept)
+            mine = _copied(mine, module, kept)
         given |= set(stages)
         owned |= tensors.keys()
         result.append(mine)
     return result
+
+
+class Copying(TorchFunctionMode):
+    """The context in which copies of computed tensors are detached; torch itself would refuse to copy them."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls a function of torch."""
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            return memo.setdefault(id(tensor), tensor.detach().clone())
+        return func(*args, **kwargs or {})
+
+
+def _copied(mine: dict[int, list[NamedLayer]], module: nn.Module, kept: dict[int, Any]) -> dict[int, list[NamedLayer]]:
+    """Copies of a rank's layers, whose weights keep their hooks.
+
+    Args:
+        mine: the layers by stage.
+        module: all of them as one.
+        kept: tensors by their ids that are not copied; it then has the copies of the others, too.
+
+    Raises:
+        ModelError: something in them cannot be copied.
+    """
+    try:
+        with Copying():
+            made = copy.deepcopy(mine, kept)
+    except Exception as problem:
+        raise ModelError(
+            "in one process, copies of a stage and stages that share weights each get a copy of their layers, but "
+            f"something in these cannot be copied: {type(problem).__name__}: {problem}; give each rank its own process "
+            "(pipefit run), or the object's class a method __deepcopy__"
+        ) from problem
+    for parameter in module.parameters():
+        copied = kept[id(parameter)]
+        if copied is not parameter and parameter.requires_grad:
+            copied._backward_hooks = parameter._backward_hooks
+            copied._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    return made
 
 
 def _check(layers: Sequence[NamedLayer], partition: Partition) -> None:
