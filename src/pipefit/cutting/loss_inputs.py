@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -130,7 +131,8 @@ def _warn_of_no_mean(both: Any, batch: tuple[Any, Any], weigh: Weigh | None) -> 
             seed(0)
             found.append(part.share * float(pytree.tree_leaves(both.loss(part.input, part.target))[0]))
     mean = sum(found[1:])
-    is_another = abs(found[0] - mean) > 1e-3 * abs(found[0])
+    is_same = abs(found[0] - mean) <= 1e-3 * abs(found[0])
+    is_another = math.isfinite(found[0]) and not is_same
     if is_another:
         _log.warning(_NO_MEAN, found[0], mean)
     return is_another

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipefit.errors import ModelError
 from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import PIECE_OF, WHOLE_OF, Kind, Op, Reduction
@@ -99,6 +100,11 @@ def _loss(run: Execution, i: Instruction) -> None:
         share *= worker.scale.of(run.compiled.program, update)
     grads: Sequence[Any] = [torch.zeros_like(leaf) for leaf in needed]
     if needed and share != 0:
+        if not loss.requires_grad:
+            raise ModelError(
+                "the loss has no gradient: it does not depend on the model's output, or by detach(), a comparison or a "
+                "conversion to numbers only"
+            )
         start = torch.full_like(loss, share)
         grads = run_backward((loss,), (start,), tuple(needed))
     # Weights behind an output that the loss does not use have no gradient, which is not a gradient of zeros.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
@@ -196,6 +197,8 @@ def _copied(mine: dict[int, list[NamedLayer]], module: nn.Module, kept: dict[int
         ModelError: something in them cannot be copied.
     """
     try:
+        if any(isinstance(one, torch.jit.ScriptModule) for one in module.modules()):
+            raise TypeError("TorchScript")
         with Copying():
             made = copy.deepcopy(mine, kept)
     except Exception as problem:
