@@ -26,12 +26,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from pipefit.cutting.flow import Flow, memory_of, written_by
-from pipefit.cutting.states import copying
 from pipefit.errors import ModelError
 from pipefit.stage.accelerator import CPU
 from pipefit.stage.batchnorm import TRACKED, normalised
 from pipefit.stage.instead import Instead
 from pipefit.stage.opened import Rest, opened
+from pipefit.stage.split import copying
 
 _INSIDE = "of_pipefit"
 """The name of a model in a module around it."""

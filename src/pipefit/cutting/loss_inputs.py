@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from typing import Any
 
 import torch
@@ -72,8 +73,12 @@ def refuse_aside(model: Any, loss: Loss, example: tuple[Any, Any], weigh: Weigh 
         )
 
 
+_CHECKED = 8
+"""Calls of a loss that are checked: the first targets may all count, or be of one class."""
+
+
 class FirstLoss:
-    """A loss that warns at its first call if it is not the mean of its parts.
+    """A loss that warns at one of its first calls if it is not the mean of its parts.
 
     Args:
         loss: of an output and a target.
@@ -83,12 +88,13 @@ class FirstLoss:
     def __init__(self, loss: Loss, layers: nn.Module) -> None:
         self._loss = loss
         self._both = with_loss(loss, layers)
+        self._left = _CHECKED
 
     def __call__(self, output: Any, target: Any) -> Any:
         """The loss."""
-        both = self._both
-        self._both = None
-        if both is not None:
+        if self._left:
+            self._left -= 1
+            both = self._both
             attributes = getattr(self._loss, "__dict__", {})
             before = dict(attributes)
             leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -97,13 +103,15 @@ class FirstLoss:
             with contextlib.suppress(Exception), kept, torch.no_grad():
                 kept.enter_context(random_state_kept(leaves[0].device))
                 kept.enter_context(kept_outside(both))
-                _warn_of_no_mean(both, (output, target), None)
+                if _warn_of_no_mean(both, (output, target), None):
+                    self._left = 0
+            attributes.clear()
             attributes.update(before)
         return self._loss(output, target)
 
 
-def _warn_of_no_mean(both: Any, batch: tuple[Any, Any], weigh: Weigh | None) -> None:
-    """Warns where the loss of a batch, (output, target), is not the mean of those of its parts.
+def _warn_of_no_mean(both: Any, batch: tuple[Any, Any], weigh: Weigh | None) -> bool:
+    """Warns, and returns True, where the loss of a batch, (output, target), is not the mean of those of its parts.
 
     An untrained model gives all samples nearly the same loss, so outputs are changed.
     """
@@ -118,8 +126,11 @@ def _warn_of_no_mean(both: Any, batch: tuple[Any, Any], weigh: Weigh | None) -> 
             seed(0)
             found.append(part.share * float(pytree.tree_leaves(both.loss(part.input, part.target))[0]))
     mean = sum(found[1:])
-    if abs(found[0] - mean) > 1e-3 * abs(found[0]):
+    is_same = abs(found[0] - mean) <= 1e-3 * abs(found[0])
+    is_another = math.isfinite(found[0]) and not is_same
+    if is_another:
         _log.warning(_NO_MEAN, found[0], mean)
+    return is_another
 
 
 def _changed(leaf: Tensor) -> Tensor:

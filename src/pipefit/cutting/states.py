@@ -28,9 +28,8 @@ from pipefit.cutting.outer import outer_variables
 from pipefit.errors import ModelError
 from pipefit.stage.accelerator import CPU
 from pipefit.stage.device import random_state_kept
-from pipefit.stage.instead import Instead
 from pipefit.stage.materialise import stand_in
-from pipefit.stage.split import NamedLayer
+from pipefit.stage.split import NamedLayer, copying
 
 TREE = ("_parameters", "_modules")
 _SHARED = (
@@ -139,17 +138,6 @@ class States:
             object.__setattr__(module, "__dict__", values)
         for variable, value in zip(self._variables, state.values, strict=True):
             variable.put(value)
-
-
-def copying() -> Instead:
-    """The context in which copies of computed tensors are detached; torch itself would refuse to copy them."""
-    return Instead({Tensor.__deepcopy__}, _copied_tensor)
-
-
-def _copied_tensor(func: Callable[..., Tensor], tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    if tensor.is_leaf:
-        return func(tensor, memo)
-    return memo.setdefault(id(tensor), tensor.detach().clone())
 
 
 def _copy_of(place: str, key: str, value: Any, memo: dict[int, Any]) -> Any:

@@ -394,7 +394,7 @@ class SpilledStore(Store):
         record = self._arena.slot(WGRAD, self._slots[WEIGHTS]).bytes
         self._slots[WGRAD] = self._slots[WEIGHTS]
         view = self.gradients.fields[place].of(record)
-        view.copy_(parameter.grad)
+        view.copy_(parameter.grad.to_dense())
         parameter.grad = view
         self.reached.add(place)
 

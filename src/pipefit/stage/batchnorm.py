@@ -104,6 +104,11 @@ class RunningAverages:
         self._real: dict[str, Any] = {}
         self.placed: dict[str, Any] = {}
 
+    @property
+    def is_tracking(self) -> bool:
+        """Whether the module changes its averages in training now; its settings may change between two steps."""
+        return self.module.track_running_stats and self.module.running_mean is not None
+
     def begin(self, mean: Tensor, var: Tensor) -> None:
         """Puts copies in the place of the buffers; see `copied`.
 
@@ -176,7 +181,7 @@ class RunningAverages:
     def forward(self, x: Tensor) -> Tensor:
         """The module's forward in a shorter way, if it is torch's own."""
         module = self.module
-        if not module.training:
+        if not (module.training and self.is_tracking):
             return type(module).forward(module, x)
         module._check_input_dim(x)
         return self.normalise(x, module.weight, module.bias, None, module.eps)
@@ -276,7 +281,7 @@ class RunningAverages:
 def adopt(modules: Iterable[nn.Module]) -> list[RunningAverages]:
     """The running averages of the batch norms among some modules, which change only by `update_averages`."""
     norms = [module for module in dict.fromkeys(modules) if isinstance(module, _BatchNorm)]
-    return [RunningAverages(norm) for norm in norms if norm.track_running_stats and norm.running_mean is not None]
+    return [RunningAverages(norm) for norm in norms if norm.running_mean is not None]
 
 
 @contextlib.contextmanager
@@ -284,9 +289,10 @@ def copied(norms: Sequence[RunningAverages], update: int | None) -> Iterator[Non
     """The context of a forward, with copies in the place of running averages.
 
     Args:
-        norms: of the stage.
+        norms: of the stage; those that do not track are left out.
         update: the update that counts the forward; None: a replay.
     """
+    norms = [norm for norm in norms if norm.is_tracking]
     tables: list[dict[str, Any]] = [norm.module._buffers for norm in norms]
     averages = [table[name] for table in tables for name in _AVERAGES]
     copies = torch._foreach_mul(averages, 1) if averages else []  # of all at once

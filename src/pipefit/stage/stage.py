@@ -117,10 +117,18 @@ class Stage:
         Args:
             recompute: a kind of `pipefit.spec.plan.RECOMPUTE`; others than "layer" and "selective" change nothing.
             num_layers: of the whole model.
+
+        Raises:
+            ModelError: a layer is TorchScript.
         """
         if recompute == "layer":
             self.replayed = replayed_forwards(self.layers, num_layers)
             for module in self.replayed:
+                if isinstance(module, torch.jit.ScriptModule):
+                    raise ModelError(
+                        f"stage {self.index}: {type(module).__name__} is TorchScript, which cannot be replayed: give "
+                        "it as Python code, or train without recomputation (recompute none)"
+                    )
                 self._not_inplace(module)
         elif recompute == "selective":
             self._cores = attention_cores()
