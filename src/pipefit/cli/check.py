@@ -129,7 +129,7 @@ def _lines(data: JsonObject, result: CheckResult) -> Iterator[str]:
         where += f", tensor {data['tensor']}"
         if data["sequence_parallel"]:
             where += " and sequence"
-    computed = data.get("precision", data["dtype"])
+    computed: str = data.get("precision") or data["dtype"]
     if "compile" in data:
         computed += " with compiled layers"
     verdict = "equal"

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from operator import truediv
+from operator import gt, le, truediv
 from typing import Any
 
 from pipefit.errors import InfeasibleError, PipefitError, look_up
@@ -150,12 +150,9 @@ def _joined(run: Bench, points: Points, join: Callable[..., Scalar], **options: 
     return join(dict(feasible(run, points)), **options)
 
 
-def _falls(found: Mapping[Any, float], limit: float = 1.0) -> bool:
-    return len(found) > 1 and all(b <= limit * a for a, b in pairwise(found.values()))
-
-
-def _rises(found: Mapping[Any, float], limit: float = 1.0) -> bool:
-    return len(found) > 1 and all(b > limit * a for a, b in pairwise(found.values()))
+def _follows(found: Mapping[Any, float], holds: Callable[[float, float], bool], limit: float = 1.0) -> bool:
+    """Whether something holds between each figure and `limit` times the one before."""
+    return len(found) > 1 and all(holds(b, limit * a) for a, b in pairwise(found.values()))
 
 
 def _best(found: Mapping[Any, float]) -> Any:
@@ -166,4 +163,4 @@ def _most(found: Mapping[Any, float]) -> float:
     return max(found.values())
 
 
-_JOINTS = {"falls": _falls, "rises": _rises, "best": _best, "most": _most}
+_JOINTS = {"falls": partial(_follows, holds=le), "rises": partial(_follows, holds=gt), "best": _best, "most": _most}
