@@ -293,7 +293,34 @@ def _block(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
         products_s += _passes_s(device, [(e + 2) * m * k for m, _, k in shapes])
         input_s += _passes_s(device, [(e + 2) * m * n for m, n, _ in shapes])
     between = stream / t if model.sequence_parallel else stream
-    forward, backward_input, backward_weight = _passes_of_block(model, stream, between, t)
+    forward = [*_norm(model, between) * 2, 2 * e * stream / t]  # the heads side by side
+    backward_input = [*_norm_back(model, between) * 2, *(3 * e * between,) * 2]  # residual and branch added up
+    backward_input += [2 * e * stream / t, 2 * e * qkv * stream / t]  # heads; queries, keys and values side by side
+    backward_weight = [2 * e * between] * 2  # norms
+    if not model.fused_norms:
+        backward_weight += [2 * e * between] * 2  # a product, and its sum
+    if model.bias:
+        forward.append(2 * e * qkv * stream / t)
+        backward_input += [2 * e * stream / t] * 2  # queries and keys scaled
+        backward_weight += [e * width * stream for width in (qkv / t, 1, up / t, 1)]
+    elif model.fused_passes:
+        turned = 2 * e * (1 + model.keys / model.heads) * stream / t
+        forward.append(turned)
+        backward_input.append(turned)
+    else:
+        turned = (1 + model.keys / model.heads) * stream / t
+        # Times cosine; a half negated, halves exchanged, times sine; added. Back, halves come out of zeros.
+        forward += [size * e * turned for size in (2, 1, 2, 2, 3)]
+        backward_input += [size * e * turned for size in (2, 1, 1.5, 1.5, 3, 2, 3)]
+    if model.gated and model.fused_passes:
+        forward.append(3 * e * wide * stream / t)
+        backward_input.append(5 * e * wide * stream / t)
+    elif model.gated:
+        forward += [2 * e * wide * stream / t, 3 * e * wide * stream / t]  # SiLU, and its product with the other half
+        backward_input += [5 * e * wide * stream / t, 3 * e * wide * stream / t]
+    else:
+        forward.append(2 * e * wide * stream / t)  # bias and GELU
+        backward_input.append(3 * e * wide * stream / t)
     if model.dropout:
         joined_s = 2 * pass_s(device, (3 * e + 1) * between, randoms=between)  # bias, dropout, residual
         backward_input += [(2 * e + 1) * between] * 2
@@ -330,53 +357,6 @@ def _block(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
         selective_bytes=kept,
         attention_s=core_s,
     )
-
-
-def _passes_of_block(
-    model: Transformer, stream: float, between: float, t: int
-) -> tuple[list[float], list[float], list[float]]:
-    """Bytes of each kernel of a block that is no product: forward, back to the input, and to the weights.
-
-    Args:
-        model: its sizes.
-        stream: elements of the block's output.
-        between: those of what is between the products, on each device.
-        t: devices that share the block.
-    """
-    e = model.bytes
-    h = model.hidden
-    qkv = model.qkv / h
-    up = model.up / h
-    wide = model.wide / h
-    forward = [*_norm(model, between) * 2, 2 * e * stream / t]  # the heads side by side
-    backward_input = [*_norm_back(model, between) * 2, *(3 * e * between,) * 2]  # residual and branch added up
-    backward_input += [2 * e * stream / t, 2 * e * qkv * stream / t]  # heads; queries, keys and values side by side
-    backward_weight = [2 * e * between] * 2  # norms
-    if not model.fused_norms:
-        backward_weight += [2 * e * between] * 2  # a product, and its sum
-    if model.bias:
-        forward.append(2 * e * qkv * stream / t)
-        backward_input += [2 * e * stream / t] * 2  # queries and keys scaled
-        backward_weight += [e * width * stream for width in (qkv / t, 1, up / t, 1)]
-    elif model.fused_passes:
-        turned = 2 * e * (1 + model.keys / model.heads) * stream / t
-        forward.append(turned)
-        backward_input.append(turned)
-    else:
-        turned = (1 + model.keys / model.heads) * stream / t
-        # Times cosine; a half negated, halves exchanged, times sine; added. Back, halves come out of zeros.
-        forward += [size * e * turned for size in (2, 1, 2, 2, 3)]
-        backward_input += [size * e * turned for size in (2, 1, 1.5, 1.5, 3, 2, 3)]
-    if model.gated and model.fused_passes:
-        forward.append(3 * e * wide * stream / t)
-        backward_input.append(5 * e * wide * stream / t)
-    elif model.gated:
-        forward += [2 * e * wide * stream / t, 3 * e * wide * stream / t]  # SiLU, and its product with the other half
-        backward_input += [5 * e * wide * stream / t, 3 * e * wide * stream / t]
-    else:
-        forward.append(2 * e * wide * stream / t)  # bias and GELU
-        backward_input.append(3 * e * wide * stream / t)
-    return forward, backward_input, backward_weight
 
 
 def _norm(model: Transformer, stream: float) -> list[float]:
