@@ -488,13 +488,8 @@ def grouped(topology: Topology, tensor: int) -> Topology:
     kept = [level for level in levels if level.width > 1 or level.cores]
     if not kept:
         kept = levels[-1:]
-    devices: tuple[Device, ...] = ()
-    if topology.devices:
-        found = []
-        for first in range(0, len(topology.devices), tensor):
-            group = topology.devices[first : first + tensor]
-            found.append(_weakest(group))
-        devices = tuple(found)
+    starts = range(0, len(topology.devices), tensor)
+    devices = tuple(_weakest(topology.devices[first : first + tensor]) for first in starts)
     return Topology(tuple(kept), topology.device, devices, topology.tiers, topology.name)
 
 
