@@ -1,10 +1,12 @@
 """Trainings that go on by other plans; functions that a rank can import by name."""
 
+import contextlib
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 import pipefit as pf
 from pipefit.checkpoint.memory import EVERY
 from pipefit.errors import ModelError, PipefitError
-from pipefit.pipeline.rearrange import Rearranged, rearrange
+from pipefit.pipeline.rearrange import rearrange
 from pipefit.planner import by_hand
 from pipefit.runtime import session as sessions
 from pipefit.runtime.outliving import processes_here
@@ -102,7 +104,7 @@ def leave(old: sessions.Session, left: Sequence[int], place: str) -> sessions.Se
 
 def lose_a_copy(
     name: str, gone: int, ranks: Sequence[Sequence[int]], place: str
-) -> tuple[Trained, Rearranged, list[bool]] | None:
+) -> tuple[Trained, int, list[bool]] | None:
     """Two copies of two stages; process `gone` leaves after some steps."""
     torch.manual_seed(0)
     model, example = make(name)
@@ -119,12 +121,13 @@ def lose_a_copy(
         for _, parameter, _ in own:
             parameter.grad = torch.ones_like(parameter)
     plan = placed(plan_of([4, 4], 3, replicas=tuple(map(len, ranks))), *map(tuple, ranks))
-    moved = rearrange(pipe, plan, session)
+    with sending() as sent:
+        rearrange(pipe, plan, session)
     (after,) = pipe.workers[0].optimizers.values()
     same = [before is after, state == {id(value) for values in after.state.values() for value in values.values()}]
     losses += [pipe.step(*example(SAMPLES, step)) for step in range(EACH, 2 * EACH)]
     losses.append(pipe.evaluate([example(SAMPLES, 99)]))
-    return (losses, pipe.state_dict()), moved, same
+    return (losses, pipe.state_dict()), sum(sent), same
 
 
 # ---- layers that move ------------------------------------------------------------------------------------------------
@@ -147,6 +150,20 @@ def all_moves() -> dict[str, Trained]:
     return {name: trained(name, plans) for name in MOVED}
 
 
+@contextlib.contextmanager
+def sending() -> Iterator[list[int]]:
+    """The context in which the bytes of each message to another process are noted."""
+    sent: list[int] = []
+    original = dist.isend
+
+    def isend(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return original(tensor, *args, **options)
+
+    with mock.patch.object(dist, "isend", isend):
+        yield sent
+
+
 class Moving:
     """A callback that moves a layer after the second of four steps."""
 
@@ -156,8 +173,7 @@ class Moving:
         self._pipe = pipe
         self._plan = plan
         self._states: list[weakref.ref[Tensor]] = []
-        self.sent_bytes = 0.0
-        self.num_layers = self.num_freed = 0
+        self.sent_bytes = self.num_freed = 0
 
     def step(self, record: Any) -> None:
         if record.step == 4:
@@ -167,7 +183,9 @@ class Moving:
         for worker in self._pipe.workers:
             for optimizer in worker.optimizers.values():
                 self._states += [weakref.ref(value) for own in optimizer.state.values() for value in own.values()]
-        self.num_layers, self.sent_bytes = rearrange(self._pipe, self._plan)
+        with sending() as sent:
+            rearrange(self._pipe, self._plan)
+        self.sent_bytes = sum(sent)
 
 
 def with_average(plans: Sequence[Plan]) -> tuple[Trained, dict[str, Tensor], dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Trainings in which one rank has something else than the others; importable by name."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from tests.runtime import jobs
 from torch import Tensor, nn
 
 from pipefit import Pipeline
+from pipefit.runtime.collectives import receive, send
 from pipefit.runtime.session import current
 
 
@@ -146,3 +148,19 @@ def _verified(model: str, options: dict[str, Any]) -> int:
     pipe = recovered_jobs.pipeline(model, **options, verify_replicas=1)
     data = recovered_jobs.batches_of(model)
     return len(pipe.fit(data, len(data)))
+
+
+def wait_in_what_all_do() -> float:
+    """The number that rank 0 gets from rank 1, which is slow; rank 2 has nothing to do, and waits for the end."""
+    session = current()
+    number = torch.zeros(1)
+
+    def work() -> None:
+        if session.rank == 0:
+            receive(session, number, 1)
+        elif session.rank == 1:
+            time.sleep(5)
+            send(session, torch.ones(1), 0)
+
+    session.unit(work)
+    return float(number)

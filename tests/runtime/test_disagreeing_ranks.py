@@ -101,3 +101,8 @@ def test_replicas_are_not_compared_where_that_is_off(tmp_path: Path) -> None:
     options = {"schedule": "data-parallel", "stages": 2, "verify_replicas": 0}
     for _, steps in launch(jobs.spoil, 2, str(tmp_path / "it"), "save", options, quiet=True):
         assert steps == 4
+
+
+def test_a_rank_may_wait_for_a_slow_one_while_another_has_done_its_part() -> None:
+    """The wait of the third rank was taken for one in another method, which ended the run."""
+    assert launch(jobs.wait_in_what_all_do, 3, quiet=True, recover=1) == [1.0, 0.0, 0.0]

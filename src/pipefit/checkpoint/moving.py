@@ -14,11 +14,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.checkpoint.optim import optimizer_tensors, parameter_and_key
-from pipefit.parallel.waiting import finish
+from pipefit.runtime.collectives import receive, send
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.stage.split import NamedLayer
@@ -139,8 +138,8 @@ def forms_of(belongings: Belongings, names: Collection[str]) -> Forms:
 
 def exchange_tensors(
     session: Session, moves: Sequence[Move], mine: Belongings, places: Mapping[str, Tensor], forms: Sequence[Forms]
-) -> tuple[Belongings, float]:
-    """Sends and receives; returns what has arrived, and the bytes that this process has sent.
+) -> Belongings:
+    """Sends and receives; returns what has arrived.
 
     Both ends of a move wait for it. As all walk the moves in one order, no two processes wait for each other.
 
@@ -152,13 +151,10 @@ def exchange_tensors(
         forms: of what each process sends.
     """
     arrived: Belongings = {}
-    sent_bytes = 0.0
     for name, source, target in moves:
         if source == session.rank:
             for tensor in mine[name].values():
-                with session.progress.waiting():
-                    _send(session, tensor.detach(), target)
-                sent_bytes += tensor.nbytes
+                send(session, tensor.detach(), target)
         elif source is not None and target == session.rank:
             arrived[name] = {}
             for key, (shape, dtype, device) in forms[source][name].items():
@@ -166,24 +162,6 @@ def exchange_tensors(
                 if key != WEIGHT:
                     on = "cpu" if device == "cpu" else place.device
                     place = torch.empty(shape, dtype=getattr(torch, dtype), device=on)
-                with session.progress.waiting():
-                    _receive(session, place.detach(), source)
+                receive(session, place.detach(), source)
                 arrived[name][key] = place
-    return arrived, sent_bytes
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _send(session: Session, tensor: Tensor, target: int) -> None:
-    if tensor.numel():
-        finish(dist.isend(_bytes_of(tensor.contiguous()), target, group=session.group))
-
-
-def _receive(session: Session, tensor: Tensor, source: int) -> None:
-    if tensor.numel():
-        buffer = tensor.contiguous()
-        finish(dist.irecv(_bytes_of(buffer), source, group=session.group))
-        if buffer.data_ptr() != tensor.data_ptr():
-            tensor.copy_(buffer)
+    return arrived

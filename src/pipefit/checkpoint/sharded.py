@@ -24,9 +24,8 @@ from torch.optim import Optimizer
 from pipefit.errors import ModelError
 from pipefit.parallel.buckets import in_order, view_in
 from pipefit.parallel.shared_stores import SharedWeightsStore
-from pipefit.parallel.waiting import finish
 from pipefit.parallel.weights import Store
-from pipefit.runtime.collectives import agree, attempt
+from pipefit.runtime.collectives import agree, attempt, receive, send
 
 if TYPE_CHECKING:
     from pipefit.checkpoint.trained import Trained
@@ -110,10 +109,8 @@ class Sharing:
             place = flat[start : start + length]
             if replica in found.values:
                 place.copy_(found.values[replica])
-            elif length:
-                row = place.view(torch.uint8)
-                with self._pipeline.session.progress.waiting():
-                    finish(dist.irecv(row, self._process(stage, replica)))
+            else:
+                receive(self._pipeline.session, place, self._process(stage, replica))
         made = view_in(flat, 0, form)
         if not value.is_meta:
             made = made.to(value.device)
@@ -130,13 +127,7 @@ class Sharing:
         for name in names:
             if name in own:
                 for values in own[name].values.values():
-                    self._send(stage, values)
-
-    def _send(self, stage: int, values: Tensor) -> None:
-        if len(values):
-            row = values.to(self._device).view(torch.uint8)
-            with self._pipeline.session.progress.waiting():
-                finish(dist.isend(row, self._process(stage, 0)))
+                    send(self._pipeline.session, values.to(self._device), self._process(stage, 0))
 
     def send_states(self, stage: int) -> None:
         """Sends this process's parts of all states of a stage to its first replica."""

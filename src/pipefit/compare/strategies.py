@@ -19,6 +19,7 @@ from pipefit.profiling.workload import Workload
 from pipefit.runtime.collectives import sum_table
 from pipefit.runtime.microbatches import cut, feed_of
 from pipefit.runtime.session import current
+from pipefit.runtime.worker import layers_of
 from pipefit.schedules import find
 from pipefit.spec import Partition, Plan, Profile
 from pipefit.spec.options import Parallelism, Updates
@@ -194,5 +195,5 @@ class ScheduledPipeline:
     def state_bytes(self) -> float:
         """Bytes of the stages of this rank."""
         workers = self.pipe.workers
-        layers = [layer.module for worker in workers for stage in worker.stages.values() for layer in stage.layers]
+        layers = [layer.module for layer in layers_of(workers)]
         return bytes_of(layers, [made for worker in workers for made in worker.optimizers.values()])

@@ -23,7 +23,7 @@ from pipefit.runtime.collectives import from_first
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.outliving import processes_here
 from pipefit.runtime.session import Session
-from pipefit.runtime.worker import Stepped, Worker
+from pipefit.runtime.worker import Stepped, Worker, layers_of
 from pipefit.spec import Partition, Plan
 from pipefit.spec.options import Spilled
 from pipefit.spill.rank import RankStages, Spilling, open_tier
@@ -191,8 +191,7 @@ def release_others(workers: Sequence[Worker], plan: Plan, given: GivenModel, ses
     """Frees the layers that no worker of this process has, and watches what layers of several stages share."""
     layers = given.work.layers
     if session.is_distributed:
-        held = {layer.index for worker in workers for stage in worker.stages.values() for layer in stage.layers}
-        forget_others(layers, held)
+        forget_others(layers, {layer.index for layer in layers_of(workers)})
     if not given.is_proved:
         watch_shared(layers, given.work.loss, plan.partition, [worker.stages for worker in workers])
 

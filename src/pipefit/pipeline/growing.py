@@ -18,7 +18,7 @@ import msgspec
 from pipefit.errors import CommunicationError, PipefitError, is_lost_peer
 from pipefit.pipeline.callbacks import Callbacks
 from pipefit.pipeline.facts import structure_of
-from pipefit.pipeline.rearrange import rearrange, why_stays
+from pipefit.pipeline.rearrange import rearrange, why_stay
 from pipefit.pipeline.repairable import why_lost, why_not
 from pipefit.planner import plan_without
 from pipefit.runtime.collectives import exchange
@@ -28,6 +28,7 @@ from pipefit.runtime.repairs import BACK, Repairs
 from pipefit.runtime.session import current
 from pipefit.spec import Plan
 from pipefit.stage.materialise import forget_others
+from pipefit.stage.ties import tied_groups
 
 
 class Growing:
@@ -38,19 +39,13 @@ class Growing:
     """
 
     def __init__(self, pipe: Any) -> None:
-        self._of = weakref.ref(pipe)
+        self._pipe = weakref.proxy(pipe)
         self._whole: Plan = pipe.plan
-
-    @property
-    def _pipe(self) -> Any:
-        pipe = self._of()
-        assert pipe is not None
-        return pipe
 
     def _why_not(self) -> str:
         """The reason why no process can enter; "": one can."""
         pipe = self._pipe
-        if len(current().trainings) > 1 or pipe.recovery is None or pipe.recovery.first is None:
+        if len(current().trainings) > 1 or pipe.recovery.first is None:
             return "the training is not in the first fit of one pipeline"
         if why := why_lost(self._whole):
             return why
@@ -58,8 +53,7 @@ class Growing:
             return f"ranks share layers (tensor={self._whole.tensor})"
         if self._shares and (pipe.recovery.every != 1 or pipe.loop.callbacks.moving):
             return "copies of a stage share its weights, and not all of each step is copied in memory"
-        reasons = [why_stays(layer) for layer in pipe.layers]
-        return next(filter(None, reasons), "")
+        return why_stay(pipe.layers)
 
     def leave(self, plan: Plan) -> None:
         """Notes the plan that the ranks leave at a loss; the last one with all ranks is taken again."""
@@ -185,9 +179,9 @@ class Growing:
 
 def without(pipe: Any, plan: Plan, lost: Sequence[int]) -> Plan:
     """A plan of a pipeline without some ranks."""
-    header = pipe.program.header
+    ties = tied_groups(pipe.layers, plan.partition)
     for rank in sorted(lost, reverse=True):
-        plan = plan_without(plan, rank, ties=header.ties, clip=header.clip)
+        plan = plan_without(plan, rank, ties=ties, clip=pipe.program.header.clip)
     return plan
 
 

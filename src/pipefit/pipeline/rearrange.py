@@ -8,7 +8,7 @@ follow      the pipeline takes the plan; layers that other processes have now ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -47,24 +47,12 @@ from pipefit.pipeline.request import fitted
 from pipefit.runtime.collectives import agree, attempt, exchange
 from pipefit.runtime.progress import MEETING
 from pipefit.runtime.session import Session
-from pipefit.runtime.worker import Stepped, Worker
+from pipefit.runtime.worker import Stepped, Worker, layers_of
 from pipefit.spec import Plan
 from pipefit.stage.accelerator import settle
 from pipefit.stage.materialise import forget_others, give_memory
 from pipefit.stage.split import NamedLayer, split
 from pipefit.stage.ties import tied_parameters
-
-
-class Rearranged(NamedTuple):
-    """A rearrangement that was made.
-
-    Attributes:
-        num_layers: layers of which some process got weights, counted once for each process.
-        sent_bytes: by this process, of weights, buffers, states of optimizers and averages.
-    """
-
-    num_layers: int
-    sent_bytes: float
 
 
 class _Next(NamedTuple):
@@ -92,7 +80,6 @@ class _Moved(NamedTuple):
         arrived: of it, what other processes have sent.
         records: the numbers of all optimizers and schedules; of those about one weight, the last one counts.
         modes: for each layer, whether each of its modules is in training mode.
-        sent_bytes: by this process.
     """
 
     first: Mapping[str, str]
@@ -100,7 +87,6 @@ class _Moved(NamedTuple):
     arrived: Belongings
     records: Sequence[Optimization]
     modes: Mapping[int, Sequence[bool]]
-    sent_bytes: float
 
 
 def rearrange(
@@ -109,7 +95,7 @@ def rearrange(
     session: Session | None = None,
     proved: Programs | None = None,
     is_restored: bool = False,
-) -> Rearranged:
+) -> None:
     """Lets a pipeline go on by another plan, with the same numbers. Every process of the plan must call it.
 
     It is called between two steps of a synchronous schedule, also in a callback. A process keeps the tensors that it
@@ -141,8 +127,8 @@ def rearrange(
         header = following.programs.shortest().header
         now = [_layers_of(following.plan, header, ranks) for ranks in following.ranks_of]
         moves = moves_of(pipe.layers, held, now, following.plan.tensor)
-        gains = {(layer, process) for process, own in enumerate(now) for layer in own if layer not in held[process]}
-        copies = _checked_sources(pipe, session, moves, {layer for layer, _ in gains}, is_restored)
+        gained = {layer for own, before in zip(now, held, strict=True) for layer in own if layer not in before}
+        copies = _checked_sources(pipe, session, moves, gained, is_restored)
         for worker in pipe.workers:
             worker.mesh.meet_again()
             worker.forget_pass()
@@ -150,7 +136,7 @@ def rearrange(
                 worker.let_go()
         own = now[session.rank]
         give_memory([layer for layer in pipe.layers if layer.index in own], pipe.device, pipe.layers)
-        moved = _moved(pipe, session, moves, bool(gains))
+        moved = _moved(pipe, session, moves, bool(gained))
         if is_restored:
             # Those of this process may be of a step that was not committed.
             moved = moved._replace(records=())
@@ -166,7 +152,6 @@ def rearrange(
         for take in takers:
             take()
         _follow(pipe, following, workers, moved)
-    return Rearranged(len(gains), moved.sent_bytes)
 
 
 # ---- prepare -------------------------------------------------------------------------------------------------------
@@ -179,8 +164,8 @@ def _prepared(
     found: list[_Next] = []
 
     def prepare() -> dict[str, Any]:
-        if session is pipe.session:
-            _refuse_unmovable(pipe, plan)
+        if session is pipe.session and (why := why_fixed(pipe.plan) or why_fixed(plan)):
+            raise PlanError(f"rearrange: {why}; save, and load the checkpoint into a new pipeline")
         if pipe.engine.is_lost and not is_restored:
             raise PlanError("rearrange: a step has failed after some of its updates; load a checkpoint from before")
         own = fitted(plan, pipe.given.work, session)
@@ -195,9 +180,9 @@ def _prepared(
         state = pipe.state.saved()
         alike = facts_of_plan(own) | {"program": program.digest, "step": pipe.num_updates}
         alike |= {"micro-batches trained": state["ordinal"], "loss scale": state["loss_scale"]}
-        held = {layer.index for worker in pipe.workers for stage in worker.stages.values() for layer in stage.layers}
-        if is_restored:
-            held = set()
+        held = set()
+        if not is_restored:
+            held = {layer.index for layer in layers_of(pipe.workers)}
         return {"alike": alike, "held": sorted(held), "metrics": pipe.engine.metric_names}
 
     every = agree(session, attempt(prepare), PlanError)
@@ -209,17 +194,6 @@ def _prepared(
     return found[0], [own["held"] for own in every]
 
 
-def _refuse_unmovable(pipe: Any, plan: Plan) -> None:
-    """Refuses plans that a live pipeline cannot leave or take.
-
-    Raises:
-        PlanError: it cannot go on by the plan.
-    """
-    for one in (pipe.plan, plan):
-        if why := why_fixed(one):
-            raise PlanError(f"rearrange: {why}; save, and load the checkpoint into a new pipeline")
-
-
 def _layers_of(plan: Plan, header: Header, ranks: Sequence[int]) -> list[int]:
     """The layers of some ranks of a plan."""
     stages = {stage for rank in ranks for stage in header.stages_of(rank)}
@@ -227,7 +201,7 @@ def _layers_of(plan: Plan, header: Header, ranks: Sequence[int]) -> list[int]:
 
 
 def _checked_sources(
-    pipe: Any, session: Session, moves: Sequence[Move], gained: Collection[int], is_restored: bool = False
+    pipe: Any, session: Session, moves: Sequence[Move], gained: Collection[int], is_restored: bool
 ) -> Here:
     """The copies of the last step in the memory of this machine, where no process has some of what moves.
 
@@ -245,9 +219,8 @@ def _checked_sources(
             forget_newer(pipe.recovery.folder, step)
 
     def check() -> None:
-        for layer in pipe.layers:
-            if layer.index in gained and (why := why_stays(layer)):
-                raise PlanError(why)
+        if why := why_stay(layer for layer in pipe.layers if layer.index in gained):
+            raise PlanError(why)
         # Buffers that no state holds stay in every process, unless the model was made without memory.
         absent = {name for layer in pipe.layers for name, tensor in named_tensors(layer) if tensor.is_meta}
         if is_restored:
@@ -265,14 +238,15 @@ def _checked_sources(
     return copies
 
 
-def why_stays(layer: NamedLayer) -> str:
-    """The reason why a layer cannot move, a state that is in no plain parameter or buffer; "": it can."""
-    for module in layer.module.modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            return f"layer {layer.name} cannot move: its {type(module).__name__} has an extra state"
-    for name, parameter in layer.module.named_parameters(prefix=layer.prefix):
-        if type(parameter) is not nn.Parameter:
-            return f"layer {layer.name} cannot move: {name} is a {type(parameter).__name__}"
+def why_stay(layers: Iterable[NamedLayer]) -> str:
+    """The reason why one of some layers cannot move, a state that is in no plain parameter or buffer; "": all can."""
+    for layer in layers:
+        for module in layer.module.modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                return f"layer {layer.name} cannot move: its {type(module).__name__} has an extra state"
+        for name, parameter in layer.module.named_parameters(prefix=layer.prefix):
+            if type(parameter) is not nn.Parameter:
+                return f"layer {layer.name} cannot move: {name} is a {type(parameter).__name__}"
     return ""
 
 
@@ -293,16 +267,16 @@ def _moved(pipe: Any, session: Session, moves: Sequence[Move], gains: bool) -> _
     records = [record for worker in pipe.workers for record in optimization_of(worker, worker.stages)]
     modes = _modes_of(pipe.workers)
     if not gains:
-        return _Moved(first, mine, {}, records, modes, 0.0)
+        return _Moved(first, mine, {}, records, modes)
     gone = {move.name for move in moves if move.source == session.rank}
     every = exchange(session, [forms_of(mine, gone), msgspec.to_builtins(records), list(modes.items())])
     places = {first[name]: tensor for layer in pipe.layers for name, tensor in named_tensors(layer)}
-    arrived, sent_bytes = exchange_tensors(session, moves, mine, places, [forms for forms, _, _ in every])
+    arrived = exchange_tensors(session, moves, mine, places, [forms for forms, _, _ in every])
     for _, theirs, their_modes in every:
         # Of records about one weight the last one counts, which is this process's own.
         records = [*msgspec.convert(theirs, list[Optimization]), *records]
         modes = dict(their_modes) | modes
-    return _Moved(first, mine | arrived, arrived, records, modes, sent_bytes)
+    return _Moved(first, mine | arrived, arrived, records, modes)
 
 
 @torch.no_grad()
@@ -323,12 +297,7 @@ def _with_copies(pipe: Any, session: Session, moves: Sequence[Move], moved: _Mov
 
 def _modes_of(workers: Sequence[Worker]) -> dict[int, list[bool]]:
     """Whether each module of each layer is in training mode."""
-    found = {}
-    for worker in workers:
-        for stage in worker.stages.values():
-            for layer in stage.layers:
-                found[layer.index] = [module.training for module in layer.module.modules()]
-    return found
+    return {layer.index: [module.training for module in layer.module.modules()] for layer in layers_of(workers)}
 
 
 # ---- build ---------------------------------------------------------------------------------------------------------

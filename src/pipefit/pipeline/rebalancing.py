@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from pipefit.errors import ModelError, PlanError
 from pipefit.pipeline.callbacks import Checkpoints, Record
 from pipefit.pipeline.layer_sizes import layer_costs, state_per_weight
-from pipefit.pipeline.rearrange import rearrange, why_stays
+from pipefit.pipeline.rearrange import rearrange, why_stay
 from pipefit.pipeline.repairable import why_fixed
 from pipefit.pipeline.request import Decision
 from pipefit.pipeline.training_loop import Times
@@ -162,10 +162,7 @@ def _check(pipe: Any) -> None:
             "rebalance: expected several processes, between which layers can move, got one; start as many as the plan "
             "has ranks (pipefit run -n 2 …), or leave it out"
         )
-    why = why_fixed(pipe.plan)
-    for layer in pipe.layers:
-        why = why or why_stays(layer)
-    if why:
+    if why := why_fixed(pipe.plan) or why_stay(pipe.layers):
         raise PlanError(f"rebalance: layers of this training cannot move while it runs: {why}; leave the option out")
 
 

@@ -36,7 +36,7 @@ from pipefit.runtime.microbatches import MicroBatch, feed_of
 from pipefit.runtime.progress import Progress
 from pipefit.runtime.session import rehearsing
 from pipefit.runtime.transport import Message
-from pipefit.runtime.worker import Worker
+from pipefit.runtime.worker import Worker, layers_of
 from pipefit.spec import Plan
 from pipefit.spec.options import Updates
 from pipefit.stage.materialise import stand_in
@@ -253,10 +253,9 @@ def _weights(worker: Worker) -> list[Tensor]:
     found: list[Tensor] = []
     for store in worker.stores.values():
         found += store.kept()
-    for stage in worker.stages.values():
-        for layer in stage.layers:
-            found += layer.module.parameters()
-            found += layer.module.buffers()
+    for layer in layers_of([worker]):
+        found += layer.module.parameters()
+        found += layer.module.buffers()
     return found
 
 

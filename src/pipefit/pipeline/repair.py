@@ -48,8 +48,7 @@ class Repair:
             return
         session.repairs.check = self.check
         session.repairs.mend = self.mend
-        session.repairs.door.saved = self.growing.saved
-        session.repairs.door.admit = self.growing.admit
+        session.repairs.door.growing = self.growing
         session.repairs.listen(why_not(pipe.plan))
         missed = session.repairs.losses[self._known :]
         if missed:

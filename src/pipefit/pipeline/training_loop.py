@@ -233,7 +233,7 @@ class TrainingLoop:
             if self._stop.agreed or self._stop.ended:
                 break
             newcomer = self._engine.session.door.take()
-            before = self._engine.session.door.saved() if newcomer else {}
+            before = self._engine.session.door.growing.saved() if newcomer else {}
             batch = next(batches, None)
             if batch is None:
                 break
@@ -241,7 +241,7 @@ class TrainingLoop:
                 if pending:
                     losses += self._read(pending)
                     pending = None
-                self._engine.session.door.admit(newcomer, before, batch)
+                self._engine.session.door.growing.admit(newcomer, before, batch)
             try:
                 started = self.start_step(*pair_of(batch))
             except _RefusedStepError:

@@ -76,6 +76,27 @@ def broadcast(session: Session, tensor: Tensor, source: int) -> Tensor:
     return tensor
 
 
+def send(session: Session, tensor: Tensor, target: int) -> None:
+    """Sends the values of a tensor to another process, which waits for them."""
+    if tensor.numel():
+        with session.progress.waiting():
+            finish(dist.isend(_bytes_of(tensor.contiguous()), target, group=session.group))
+
+
+def receive(session: Session, tensor: Tensor, source: int) -> None:
+    """Takes the values of a tensor from another process, in place."""
+    if tensor.numel():
+        buffer = tensor.contiguous()
+        with session.progress.waiting():
+            finish(dist.irecv(_bytes_of(buffer), source, group=session.group))
+        if buffer.data_ptr() != tensor.data_ptr():
+            tensor.copy_(buffer)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
 def meet(session: Session) -> None:
     """Waits until every process is here."""
     if session.is_distributed:

@@ -11,7 +11,6 @@ announcement back, or makes none.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 READY = "ready"
@@ -49,12 +48,10 @@ class Door:
 
     Attributes:
         facts: of the process that was announced last.
-        saved: returns the state of the training, between two steps, before the next batch is drawn.
-        admit: then lets the process of an announcement enter: with its number, this state, and the next batch.
+        growing: the growth of the training (`pipefit.pipeline.growing`), which lets a process enter between two steps.
     """
 
-    saved: Callable[[], dict[str, Any]]
-    admit: Callable[[int, dict[str, Any], Any], None]
+    growing: Any
 
     def __init__(self) -> None:
         self.facts: Any = None

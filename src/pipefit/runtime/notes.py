@@ -25,7 +25,7 @@ from pipefit.parallel import waiting
 from pipefit.runtime.aborting import abort_groups
 from pipefit.runtime.calls import ORDER, different_calls
 from pipefit.runtime.meeting import QuickStore
-from pipefit.runtime.progress import CALLS, LOSS, MEETING, Position, Progress
+from pipefit.runtime.progress import CALLS, LOSS, MEETING, TOGETHER, Position, Progress
 from pipefit.runtime.sockets import open_sockets, shut_down
 from pipefit.stage.accelerator import default_kind
 
@@ -41,18 +41,20 @@ class Note(NamedTuple):
         in_pass: whether it failed in the last one of them.
         kind: of the error that the others raise.
         text: of it.
+        is_unit: it waits for the end of what all do together, in which others may still wait for each other.
     """
 
     passes: int
     in_pass: bool
     kind: str
     text: str
+    is_unit: bool = False
 
     def is_awaited(self, here: Position) -> bool:
         """Returns whether a rank that stands somewhere waits for what the rank of this note will not do."""
         if here.index >= 0 or here.index == LOSS:
             return here.passes > self.passes or self.in_pass
-        return here.waits
+        return here.waits and not self.is_unit
 
 
 class Notes:
@@ -115,8 +117,9 @@ class Notes:
             end: ends this process with a message, where its wait does not end.
         """
         if here.call and _find(here.calls - 1) is None:
-            said = different_calls({rank: CALLS[here.call]})
-            _leave(here.calls - 1, Note(here.passes, False, "DisagreementError", said))
+            call = CALLS[here.call]
+            said = different_calls({rank: call})
+            _leave(here.calls - 1, Note(here.passes, False, "DisagreementError", said, call == TOGETHER))
         note = _find(here.calls)
         if note is None or not note.is_awaited(here):
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -286,6 +286,13 @@ class Worker:
         if not self.mesh.is_first:
             counted = [own for own in counted if own.name in self.mesh.shards]
         return [own.parameter.grad for own in counted if own.parameter.grad is not None]
+
+
+def layers_of(workers: Iterable[Worker]) -> Iterator[NamedLayer]:
+    """The layers of some ranks."""
+    for worker in workers:
+        for stage in worker.stages.values():
+            yield from stage.layers
 
 
 @contextmanager
