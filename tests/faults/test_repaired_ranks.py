@@ -130,7 +130,7 @@ def test_copies_that_share_weights_take_the_part_of_a_lost_one_from_memory(
         # The only copy of the second stage, whose head is tied to the first one.
         (6, {"stages": 2, "replicas": (2, 1)}, [Fault(4, "bwd", 3)], 4),
         # As others have stepped their parts; then the last copy of that stage.
-        (8, {"stages": 2, "replicas": 2, "shard": "weights"}, [Fault(3, "step", 2), Fault(6, "bwd", 4)], 4),
+        (8, {"stages": 2, "replicas": 2, "shard": "weights"}, [Fault(3, "step", 2), Fault(6, "fwd", 4)], 4),
     ],
 )
 def test_a_process_that_shared_layers_with_a_lost_one_ends_and_the_others_go_on(

@@ -1,10 +1,7 @@
 """Calls that fail on one rank, whose script catches the error and stays alive; importable by name."""
 
-import gc
-import os
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -137,11 +134,3 @@ def step_on_another_batch() -> list[float]:
         except ValueError:
             continue
     return losses
-
-
-def end_slowly() -> None:
-    """Ends some time after its pipe to the launcher is closed, as a process does that has much memory to give back."""
-    for pipe in [found for found in gc.get_objects() if isinstance(found, Connection)]:
-        pipe.close()
-    time.sleep(2.5)
-    os._exit(7)

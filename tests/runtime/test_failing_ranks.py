@@ -62,9 +62,3 @@ def test_a_rank_does_not_go_on_to_the_next_batch_alone():
     """Its batches were once those of other steps than on the other rank: the training went on with wrong numbers."""
     with pytest.raises(LaunchError, match="the batch has 1 samples, too few for 2 micro-batches"):
         launch(jobs.step_on_another_batch, 2, threads=1, quiet=True, deadline_s=60)
-
-
-def test_the_exit_code_of_a_process_that_ends_slowly_is_known():
-    """A process that shared its layers with a lost one was once named as a cause."""
-    with pytest.raises(LaunchError, match=r"the process died \(exit code 7\)"):
-        launch(jobs.end_slowly, 1, quiet=True)

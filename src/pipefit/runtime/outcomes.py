@@ -26,9 +26,6 @@ from pipefit.runtime.waits import where
 GRACE_S = 2.0
 """After a first failure, for those of the other ranks and for their end."""
 
-_END_S = 60.0
-"""For the end of a process that has closed its pipe: its exit code says why it died."""
-
 _SETTLE_S = 0.2
 """After a death, which is a first cause, for outcomes that are on their way."""
 
@@ -124,7 +121,7 @@ def collect(
             try:
                 kind, what = pipe.recv()
             except (EOFError, OSError):  # reset, where a word of the launcher was not read
-                processes[process].join(_END_S)
+                processes[process].join(GRACE_S)
                 kind, what = "died", processes[process].exitcode
             if kind in WORDS:
                 survivors.hears(process, kind, what)
