@@ -279,3 +279,19 @@ def test_a_reentrant_checkpoint_is_refused_where_backwards_are_split():
     assert_same(trained(piped(copy.deepcopy(model), stages=[3, 4])), in_torch(copy.deepcopy(model)))
     with pytest.raises(ModelError, match="use_reentrant=False"):
         trained(piped(model, stages=[3, 4], schedule="zb-h1"))
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+@pytest.mark.parametrize("reused", [0, 1])
+def test_a_loader_may_use_the_memory_of_a_batch_again(schedule, reused):
+    def of_one_memory():
+        memory = torch.empty(8, 6, dtype=torch.float64)
+        for batch in batches():
+            given = list(batch)
+            given[reused] = memory.copy_(batch[reused])
+            yield tuple(given)
+
+    pipes = [piped(network(), schedule=schedule) for _ in range(2)]
+    losses = [pipe.fit(data, steps=3) for pipe, data in zip(pipes, (of_one_memory(), batches()), strict=True)]
+    assert losses[0] == losses[1]
+    assert_same(pipes[0].state_dict(), pipes[1].state_dict())

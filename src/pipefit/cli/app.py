@@ -123,8 +123,10 @@ def run(arguments: list[str] | None = None) -> int:
         return _complain(chain, f"{str(problem).strip()}\n{' '.join(words)}", USAGE)
     except (PipefitError, CommunicationError) as problem:
         return _complain(verb, str(problem), _code_of(problem))
-    except BrokenPipeError:
-        # The reader (head, less) has ended: no message, now or when Python flushes at exit.
+    except (BrokenPipeError, SystemExit) as problem:
+        # The reader (head, less) has ended: no message, now or when Python flushes at exit. Printing the help ends so.
+        if isinstance(problem, SystemExit) and not isinstance(problem.__context__, BrokenPipeError):
+            raise
         _close_stdout()
         return 128 + 13
     except KeyboardInterrupt as problem:  # with a hint for resuming, if there is one

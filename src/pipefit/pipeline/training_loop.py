@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections import deque
@@ -266,7 +267,8 @@ class TrainingLoop:
                 pair = pair_of(batch)
                 self._engine.check(pair[0])
                 sizes.append(size_of(pair[0]))
-                yield in_pinned_memory(pair, self._engine.device)
+                # A loader may use the memory of a batch again while its micro-batches are still in flight.
+                yield in_pinned_memory(copy.deepcopy(pair), self._engine.device)
 
         feed = BatchStream(pairs(), self._size, self._state.ordinal, self._weigh)
         return self._read(self.start(steps, feed, sizes, began))

@@ -29,6 +29,7 @@ from pipefit.errors import ModelError
 from pipefit.ir.graph import FEW_SENDS
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import WHOLE_OF, Kind, Op, Reduction
+from pipefit.parallel.buckets import resize
 from pipefit.parallel.mesh import Mesh
 from pipefit.parallel.torch_names import all_gather_single, reduce_scatter_single
 from pipefit.parallel.waiting import finish, finish_collectives
@@ -405,6 +406,9 @@ class DistributedTransport:
             for other in terms[1:]:
                 terms[0].add_(other)
             part.copy_(terms[0])
+            # A thread of Gloo may hold them for a while.
+            resize(before, 0)
+            resize(after, 0)
 
         return _ending(
             dist.all_to_all_single(before, above, lower, upper, group=group, async_op=True),
