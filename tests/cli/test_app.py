@@ -212,6 +212,15 @@ def test_a_reader_that_leaves_early_is_no_error():
     assert (len(done.stdout), done.stderr.replace("drawing …\n", "")) == (5, "")
 
 
+def test_a_reader_of_the_help_that_leaves_early_is_no_error():
+    command = [sys.executable, "-m", "pipefit", "--help"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=ENV, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_behind_stdout_is_said_plainly():
     with Path("/dev/full").open("w") as full:

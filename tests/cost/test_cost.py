@@ -11,7 +11,7 @@ from pipefit.cost import FREE, CostModel, RuntimeCosts, of_plan, unit
 from pipefit.cost.work import work_of
 from pipefit.errors import PlanError
 from pipefit.ir.graph import dependency_graph
-from pipefit.ir.instruction import Instruction, bwd, bwd_input, bwd_weight, fwd, recompute
+from pipefit.ir.instruction import Instruction, bwd, bwd_input, bwd_weight, fwd
 from pipefit.ir.op import COMPUTE_OPS, OP_SPEC, Kind, Lane, Op
 from pipefit.ir.values import Value
 from pipefit.schedules import Shape, generate
@@ -41,7 +41,7 @@ def test_every_operation_has_a_cost_and_every_kind_of_value_a_size():
 def test_a_full_backward_takes_as_long_as_its_halves_and_a_replay_as_its_forward():
     cost = CostModel((3,), (5,), (7,))
     assert cost.duration_s(bwd(0, 0), 0) == cost.duration_s(bwd_input(0, 0), 0) + cost.duration_s(bwd_weight(0, 0), 0)
-    assert cost.duration_s(recompute(0, 0), 0) == cost.duration_s(fwd(0, 0), 0) == 3
+    assert cost.duration_s(Instruction(Op.RECOMPUTE, 0, 0), 0) == cost.duration_s(fwd(0, 0), 0) == 3
 
 
 def test_each_half_of_a_backward_takes_what_it_was_found_to_take_beyond_its_share():

@@ -233,6 +233,31 @@ def test_halves_with_the_same_classes_hide_nothing(caplog: pytest.LogCaptureFixt
     assert "the mean of its parts, by their weights, is" in caplog.text
 
 
+@pytest.mark.parametrize("late", [1, 5])
+def test_without_an_example_later_samples_show_it_too(late: int, caplog: pytest.LogCaptureFixture) -> None:
+    y = torch.arange(36).view(6, 6) % 3
+    y[late, 0] = -100
+    pipe = piped(flat(Layer), lambda output, y: nn.functional.cross_entropy(output, y), stages=1)
+    for targets in y:
+        pipe.step(torch.randn(6, 6), targets)
+    assert caplog.text.count("the mean of its parts, by their weights, is") == (late < 4)
+
+
+class Noting:
+    """A loss that notes its calls in an attribute, which it makes at the first."""
+
+    def __call__(self, output: Tensor, y: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return plain(output, y)
+
+
+def test_the_check_of_a_first_loss_leaves_no_attribute_in_it(batch: Any) -> None:
+    loss = Noting()
+    pipe = piped(flat(Layer), loss, stages=1)
+    pipe.step(*batch)
+    assert loss.calls == 2
+
+
 CLASSES = torch.tensor([[0, -1, -1], [2, 1, -1], [-1, -1, -1], [1, 1, 2], [-1, -1, -1], [-1, 0, -1]])
 
 

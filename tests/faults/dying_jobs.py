@@ -48,12 +48,18 @@ SHARED: dict[str, dict[str, Any]] = {
 TENSOR: dict[str, dict[str, Any]] = {
     "tensor": {"schedule": "data-parallel", "tensor": 2, "microbatches": 4},
     "tensor 1f1b": {"stages": 2, "tensor": 2, "clip_norm": 0.05, **COPIES},
+    "tensor 2-1": {"stages": 2, "tensor": 2, "replicas": (2, 1), "microbatches": 4},
+    "tensor optimizer": {"schedule": "data-parallel", "tensor": 2, "shard": "optimizer", "microbatches": 4},
+    "tensor gradients 1f1b": {"stages": 2, "tensor": 2, "shard": "gradients", **COPIES},
+    "tensor weights 1f1b": {"stages": 2, "tensor": 2, "shard": "weights", "clip_norm": 0.05, **COPIES},
 }
-"""Copies of a GPT whose layers two processes share; with dropout."""
+"""Copies of a GPT whose layers two processes share, and perhaps copies weights or states; with dropout."""
 
 THREE = ("data-parallel", "copies 2-1", "copies 1-2", "gradients", "weights 2-1")
 RANKS = {shape: 3 if shape in THREE else 4 for shape in (*SHAPES, *SHARED)}
-RANKS |= {"two": 2, "tensor": 4, "tensor 1f1b": 8}
+RANKS |= {"two": 2}
+RANKS |= {"tensor": 4, "tensor 1f1b": 8, "tensor 2-1": 6}
+RANKS |= {"tensor optimizer": 4, "tensor gradients 1f1b": 8, "tensor weights 1f1b": 8}
 
 
 class Death(NamedTuple):

@@ -31,6 +31,8 @@ from pipefit.runtime.session import Session, current
 from pipefit.runtime.transport import Message
 
 COPIES: dict[str, Any] = {"replicas": 2, "microbatches": 4}
+CLIPPED = 0.05
+"""The norm of gradients where processes share layers."""
 
 
 class Counting(nn.Module):
@@ -148,13 +150,13 @@ def train_shared(shard: str, options: dict[str, Any], faults: list[Fault]) -> tu
     return losses, pipe.state_dict()
 
 
-def train_in_pairs(faults: list[Fault]) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of four steps and an evaluation, and the weights, of a GPT whose layers two processes share."""
-    options = {"model": tensor_jobs.model(), "loss": mean_cross_entropy, "optimizer": adam}
-    pipe = jobs.pipeline(schedule="data-parallel", tensor=2, microbatches=4, **options)
+def train_in_pairs(options: dict[str, Any], faults: list[Fault]) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of five steps and an evaluation, and the weights, of a GPT whose layers two processes share."""
+    settings = {"model": tensor_jobs.model(), "loss": mean_cross_entropy, "optimizer": adam, "clip_norm": CLIPPED}
+    pipe = jobs.pipeline(tensor=2, microbatches=4, **settings, **options)
     if not current().start.restart:
-        suffer(pipe, [fault for fault in faults if fault.rank == pipe.rank])
-    data = [tensor_jobs.batch(8, step) for step in range(4)]
+        suffer(pipe, [fault for fault in faults if fault.rank == current().rank])
+    data = [tensor_jobs.batch(8, step) for step in range(5)]
     losses = [*pipe.fit(data), pipe.evaluate(data[:1])]
     return losses, pipe.state_dict()
 

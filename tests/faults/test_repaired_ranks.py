@@ -5,6 +5,7 @@ import signal
 import pytest
 import torch
 from tests.faults.repaired_jobs import (
+    CLIPPED,
     COPIES,
     Fault,
     adam,
@@ -78,7 +79,7 @@ def test_a_step_that_only_the_others_have_made_is_in_the_logs(whole, tmp_path, c
     assert "repair 1 of 2: 3 ranks go on" in caplog.text and "start 3 of 3: 4 ranks" in caplog.text
 
 
-def plainly_trained(model, loss_of, data) -> tuple[list[float], dict[str, torch.Tensor]]:
+def plainly_trained(model, loss_of, data, clip=float("inf")) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of torch alone; then the loss of the first batch once more."""
     optimizer = adam(model.parameters())
     schedule = halving(optimizer)
@@ -88,6 +89,7 @@ def plainly_trained(model, loss_of, data) -> tuple[list[float], dict[str, torch.
         losses.append(loss.item())
         if len(losses) <= len(data):
             loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
@@ -119,13 +121,29 @@ def test_copies_that_share_weights_take_the_part_of_a_lost_one_from_memory(
     assert len(found) == left and all(is_as_expected(one, expected) for one in found)
 
 
-def test_a_process_that_shared_layers_with_a_lost_one_ends_and_the_other_copy_goes_on(tmp_path, caplog):
-    data = [tensor_jobs.batch(8, step) for step in range(4)]
-    expected = plainly_trained(tensor_jobs.model(), mean_cross_entropy, data)
-    found = launch(train_in_pairs, 4, [Fault(1, "bwd", 2)], folder=tmp_path, quiet=True, recover=1)
-    assert "rank 0 has ended: it shared its layers with one that is lost" in caplog.text
-    assert "repair 1 of 1: 2 ranks go on" in caplog.text
-    assert len(found) == 2 and all(is_as_expected(one, expected) for one in found)
+@pytest.mark.parametrize(
+    ("ranks", "options", "faults", "left"),
+    [
+        (4, {"schedule": "data-parallel"}, [Fault(1, "bwd", 2)], 2),
+        # As the parts that were stepped are gathered.
+        (4, {"schedule": "data-parallel", "shard": "optimizer"}, [Fault(1, "drop", 3)], 2),
+        # The only copy of the second stage, whose head is tied to the first one.
+        (6, {"stages": 2, "replicas": (2, 1)}, [Fault(4, "bwd", 3)], 4),
+        # As others have stepped their parts; then the last copy of that stage.
+        (8, {"stages": 2, "replicas": 2, "shard": "weights"}, [Fault(3, "step", 2), Fault(6, "fwd", 4)], 4),
+    ],
+)
+def test_a_process_that_shared_layers_with_a_lost_one_ends_and_the_others_go_on(
+    ranks, options, faults, left, tmp_path, caplog
+):
+    data = [tensor_jobs.batch(8, step) for step in range(5)]
+    expected = plainly_trained(tensor_jobs.model(), mean_cross_entropy, data, CLIPPED)
+    repairs = len(faults)
+    found = launch(train_in_pairs, ranks, options, faults, folder=tmp_path, quiet=True, recover=repairs)
+    other = faults[0].rank ^ 1
+    assert f"rank {other} has ended: it shared its layers with one that is lost" in caplog.text
+    assert f"repair {repairs} of {repairs}: {left} ranks go on" in caplog.text
+    assert len(found) == left and all(is_as_expected(one, expected) for one in found)
 
 
 def test_a_message_of_which_a_part_has_arrived_is_not_waited_for(tmp_path, caplog):

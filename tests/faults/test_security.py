@@ -13,7 +13,7 @@ from tests.verbs import refused
 from pipefit.cli import main
 from pipefit.errors import PipefitError, TopologyError
 from pipefit.ir import program, text
-from pipefit.ir.values import consumes
+from pipefit.ir.values import CONSUMES
 from pipefit.schedules import Shape, generate
 from pipefit.spec import Level, Plan, Topology, files, options, topology
 from pipefit.spec.sealed import FileEntry, read_sealed, seal
@@ -70,7 +70,11 @@ def test_a_line_of_a_header_comes_once(tmp_path, capsys):
 
 def test_what_was_consumed_is_listed_once_however_much_is_missing(monkeypatch):
     calls = []
-    monkeypatch.setattr(subject, "consumes", lambda *args: calls.append(1) or consumes(*args))
+
+    def counted(rule):
+        return lambda *args: calls.append(1) or rule(*args)
+
+    monkeypatch.setattr(subject, "CONSUMES", {op: counted(rule) for op, rule in CONSUMES.items()})
     lines = text.dump(generate("1f1b", Shape(2, 100))).splitlines()
     report = verify(text.parse("\n".join(line for line in lines if not line.startswith(("  recv", "  load")))))
     assert sum(violation.rule == "dependencies" for violation in report.violations) >= 200

@@ -3,12 +3,13 @@
 import threading
 import time
 import weakref
+from datetime import timedelta
 
 import pytest
 
 from pipefit.errors import is_lost_peer
 from pipefit.parallel import waiting
-from pipefit.parallel.waiting import LeftError, finish, leave
+from pipefit.parallel.waiting import LeftError, finish, finish_collectives, leave
 
 
 class Work:
@@ -20,40 +21,51 @@ class Work:
         if ended:
             self.end.set()
 
-    def wait(self) -> None:
-        self.end.wait()
+    def wait(self, limit: timedelta | None = None) -> None:
+        if limit is None:
+            self.end.wait()
+        elif not self.end.wait(limit.total_seconds()):
+            raise RuntimeError("Operation timed out!")
         if self.problem is not None:
             raise self.problem
 
+    def is_completed(self) -> bool:
+        return self.end.is_set()
+
+
+@pytest.fixture(params=[finish, finish_collectives])
+def finishing(request):
+    return request.param
+
 
 @pytest.mark.parametrize("can_leave", [False, True])
-def test_a_wait_ends_with_its_work_and_has_its_error(can_leave, monkeypatch):
+def test_a_wait_ends_with_its_work_and_has_its_error(can_leave, finishing, monkeypatch):
     monkeypatch.setattr(waiting, "can_leave", can_leave)
-    finish(Work(ended=True), Work(ended=True))
+    finishing(Work(ended=True), Work(ended=True))
     with pytest.raises(RuntimeError, match="Connection closed"):
-        finish(Work(ended=True), Work(ended=True, problem=RuntimeError("Connection closed")))
-    finish(Work(ended=True))
+        finishing(Work(ended=True), Work(ended=True, problem=RuntimeError("Connection closed")))
+    finishing(Work(ended=True))
 
 
-def test_work_is_not_held_after_its_wait(monkeypatch):
+def test_work_is_not_held_after_its_wait(finishing, monkeypatch):
     """A thread that holds it until its next request holds its tensors, too."""
     monkeypatch.setattr(waiting, "can_leave", True)
     work = Work(ended=True)
     known = weakref.ref(work)
-    finish(work)
+    finishing(work)
     del work
     while known() is not None:
         time.sleep(0.001)
 
 
-def test_a_wait_without_an_end_is_left_after_a_loss_and_others_are_made(monkeypatch):
+def test_a_wait_without_an_end_is_left_after_a_loss_and_others_are_made(finishing, monkeypatch):
     monkeypatch.setattr(waiting, "can_leave", True)
     never = Work()
     problems = []
 
     def train() -> None:
         try:
-            finish(never)
+            finishing(never)
         except LeftError as problem:
             problems.append(is_lost_peer(problem))
 
@@ -64,5 +76,5 @@ def test_a_wait_without_an_end_is_left_after_a_loss_and_others_are_made(monkeypa
         time.sleep(0.001)
     assert problems == [True]
     # What has ended before a loss can be waited for after it.
-    finish(Work(ended=True))
+    finishing(Work(ended=True))
     never.end.set()

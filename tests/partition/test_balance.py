@@ -100,7 +100,7 @@ def test_more_stages_than_layers_are_refused(method):
 
 def test_costs_of_another_length_and_no_bandwidth_are_refused():
     with pytest.raises(PlanError, match="got 1"):
-        gpipe(chain([1, 1]), 2, costs=[1.0])
+        minmax(chain([1, 1]), 2, costs=[1.0])
     with pytest.raises(PlanError, match="bandwidth"):
         minmax(chain([1, 1]), 2, bandwidth_bytes_per_s=0.0)
 

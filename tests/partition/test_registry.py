@@ -35,7 +35,7 @@ def test_pipedream_by_name_takes_a_topology():
 def test_unknown_methods_and_options_are_refused_with_the_known_ones():
     with pytest.raises(PlanError, match="did you mean gpipe"):
         partition(PROFILE, 2, "gpip")
-    with pytest.raises(PlanError, match="its options: costs"):
+    with pytest.raises(PlanError, match="its options: speeds"):
         partition(PROFILE, 2, "gpipe", cost=[1])
     with pytest.raises(PlanError, match="expected num_stages"):
         partition(PROFILE, method="gpipe")

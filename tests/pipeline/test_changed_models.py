@@ -201,7 +201,7 @@ def test_a_border_that_no_gradient_crosses_is_reported_once(schedule, caplog):
     pipe = piped(model, stages=[2, 1, 3], schedule=schedule)
     for batch in batches(2):
         pipe.step(*batch)
-    assert caplog.text.count("stage 1 gives no gradient to the stages before it") == 1
+    assert caplog.text.count("stage 1 gives no gradient to an output of the stages before it") == 1
     assert caplog.text.count("gives no gradient") == 1
 
 

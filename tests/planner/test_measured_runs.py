@@ -23,7 +23,7 @@ MACHINE = load_topology("dgx-a100-16")
 
 
 def run_of(tensor=1, depth=1, microbatch=1, recompute="none", seconds=None, devices=16, chunks=1):
-    return MeasuredRun(MODEL, devices, tensor, depth, chunks, microbatch, 256, recompute, True, seconds)
+    return MeasuredRun(MODEL, devices, tensor, depth, chunks, microbatch, 256, recompute, "optimizer", seconds)
 
 
 RUNS = [
@@ -108,9 +108,9 @@ def test_a_run_may_have_other_servers_than_the_machine():
         predict(run_of(devices=12), MACHINE)
 
 
-def summing(depth, sharded, bytes):
+def summing(depth, bytes, shard="none"):
     """Seconds of a run on four devices of one server whose copies sum gradients of so many bytes."""
-    run = MeasuredRun(f"{MODEL},summed_bytes={bytes}", 4, 1, depth, 1, 1, 16, "none", sharded, None)
+    run = MeasuredRun(f"{MODEL},summed_bytes={bytes}", 4, 1, depth, 1, 1, 16, "none", shard, None)
     return predict(run, MACHINE).seconds
 
 
@@ -121,15 +121,15 @@ TABLE_BYTES = 2 * 32000 * 2048
 def test_copies_sum_after_the_last_backward_and_hide_what_the_drain_leaves_time_for():
     link = 232e9
     whole_s = 2 * 3 / 4 * (8 * BLOCK_BYTES + 2 * TABLE_BYTES) / link
-    assert summing(1, False, 4) - summing(1, False, 2) == pytest.approx(whole_s, rel=0.01)
+    assert summing(1, 4) - summing(1, 2) == pytest.approx(whole_s, rel=0.01)
     # In a pipeline the last stage sums while the first still computes; two copies move their stage's bytes once.
     first_s = (4 * BLOCK_BYTES + TABLE_BYTES) / link
-    assert summing(2, False, 4) - summing(2, False, 2) == pytest.approx(first_s, rel=0.01)
+    assert summing(2, 4) - summing(2, 2) == pytest.approx(first_s, rel=0.01)
 
 
 def test_sums_over_copies_may_be_hidden_by_a_backward_and_a_forward():
     def seconds(batch, settings=""):
-        run = MeasuredRun(MODEL + settings, 4, 1, 1, 1, 1, batch, "none", False, None)
+        run = MeasuredRun(MODEL + settings, 4, 1, 1, 1, 1, batch, "none", "none", None)
         return predict(run, MACHINE).seconds
 
     whole_s = 2 * 3 / 4 * (8 * BLOCK_BYTES + 2 * TABLE_BYTES) / 232e9
@@ -143,7 +143,7 @@ def test_sums_over_copies_may_be_hidden_by_a_backward_and_a_forward():
 
 
 def test_sums_of_micro_batches_are_held_whole_by_every_copy():
-    run = MeasuredRun(MODEL, 4, 1, 1, 1, 1, 16, "none", True, None)
+    run = MeasuredRun(MODEL, 4, 1, 1, 1, 1, 16, "none", "optimizer", None)
     wide = replace(run, model=f"{MODEL},added_bytes=4")
     more = predict(wide, MACHINE).peak_bytes - predict(run, MACHINE).peak_bytes
     assert more == pytest.approx(4 / 2 * (8 * BLOCK_BYTES + 2 * TABLE_BYTES), rel=0.001)
@@ -153,7 +153,7 @@ def test_sharded_copies_step_a_part_each():
     device = MACHINE.device
     # Adam in mixed precision moves 60 bytes of a parameter; three quarters of them are steps of other copies.
     step_s = 30 * (8 * BLOCK_BYTES + 2 * TABLE_BYTES) / device.memory_bandwidth_bytes_per_s
-    assert summing(1, False, 2) - summing(1, True, 2) == pytest.approx(3 / 4 * step_s, rel=0.02)
+    assert summing(1, 2) - summing(1, 2, "optimizer") == pytest.approx(3 / 4 * step_s, rel=0.02)
 
 
 def test_a_process_reserves_more_than_its_tensors_need_but_not_for_weights():
@@ -180,8 +180,8 @@ def test_a_batch_that_cannot_be_split_is_named_with_its_run():
 def test_stages_of_equal_weights_have_fewer_blocks_next_to_a_large_table():
     """Each of both tables weighs as much as five of twelve blocks: stages have 1, 5, 5 and 1 of these, not 3 each."""
     model = "llama:layers=12,hidden=2048,heads=16,ffn=5632,vocab=125440,sequence=2048"
-    blocks = predict(MeasuredRun(model, 4, 1, 4, 1, 1, 512, "none", False, None), MACHINE)
-    weights = predict(MeasuredRun(model, 4, 1, 4, 1, 1, 512, "none", False, None, cut="weights"), MACHINE)
+    blocks = predict(MeasuredRun(model, 4, 1, 4, 1, 1, 512, "none", "none", None), MACHINE)
+    weights = predict(MeasuredRun(model, 4, 1, 4, 1, 1, 512, "none", "none", None, cut="weights"), MACHINE)
     # The last stage is the slowest: the projection takes five blocks' time, too.
     assert weights.seconds / blocks.seconds == pytest.approx((1 + 5) / (3 + 5), rel=0.05)
     assert weights.peak_bytes < blocks.peak_bytes
@@ -196,7 +196,7 @@ def test_a_file_is_read_line_by_line(tmp_path):
     quoted = f'"{MODEL}"'
     path = written(tmp_path / "runs.csv", f"{quoted},16,2,2,1,1,256,none,1,3.5", f"{quoted},8,1,1,1,4,256,layer,0,")
     (first, _), (second, line) = read_runs(path)
-    assert (first.seconds, first.tensor, first.sharded, first.place) == (3.5, 2, True, "runs.csv, line 2")
+    assert (first.seconds, first.tensor, first.shard, first.place) == (3.5, 2, "optimizer", "runs.csv, line 2")
     assert second.seconds is None and line["recompute"] == "layer"
 
 
@@ -216,7 +216,7 @@ def test_a_file_is_read_line_by_line(tmp_path):
             '"MODEL",16,1,2,1,1,256,full,1,1',
             "line 2: recompute: expected one of none, stage, layer, selective, got 'full'",
         ),
-        ('"MODEL",16,1,2,1,1,256,none,yes,1', "line 2: sharded: expected 0 or 1, got 'yes'"),
+        ('"MODEL",16,1,2,1,1,256,none,yes,1', "line 2: sharded: expected one of 0, 1, 3, got 'yes'"),
         ('"MODEL",16,1,1,2,1,256,none,1,1', "line 2: chunks: expected 1 where the depth is 1, got 2"),
         ('"llama:layers=8",16,2,2,1,1,256,none,1,1', "line 2: llama:layers=8: expected hidden=…"),
         ('"bert:layers=8",16,2,2,1,1,256,none,1,1', "line 2: bert:layers=8: expected gpt:layers=…"),
@@ -243,7 +243,7 @@ def test_a_cut_may_be_named(tmp_path):
     path.write_text(header + f'"{MODEL}",16,2,2,1,1,256,none,1,weights,3.5\n"{MODEL}",16,2,2,1,1,256,none,1,,3.5\n')
     assert [run.cut for run, _ in read_runs(path)] == ["weights", "blocks"]
     path.write_text(header + f'"{MODEL}",16,2,2,1,1,256,none,1,time,3.5\n')
-    with pytest.raises(ProfileError, match="line 2: cut: expected blocks or weights, got 'time'"):
+    with pytest.raises(ProfileError, match="line 2: cut: expected one of blocks, weights, got 'time'"):
         read_runs(path)
 
 
@@ -268,7 +268,7 @@ def folder_of(path: Path, cut=((0, 1, 2), (3, 4, 5)), schedule="1f1b", **config)
 def test_the_folder_of_a_run_is_a_measured_run(tmp_path):
     run = run_of_folder(folder_of(tmp_path))
     assert (run.devices, run.tensor, run.depth, run.microbatch, run.batch) == (4, 1, 2, 4, 64)
-    assert (run.seconds, run.recompute, run.sharded) == (0.25, "layer", False)
+    assert (run.seconds, run.recompute, run.shard) == (0.25, "layer", "none")
     model = transformer_of(run.model)
     assert (model.layers, model.hidden, model.heads, model.vocab, model.sequence) == (4, 256, 4, 256, 128)
     assert (model.tied, model.bytes, model.attention) == (0, 2, "flash")

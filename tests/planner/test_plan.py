@@ -17,7 +17,7 @@ from pipefit.planner.machines import load_topology
 from pipefit.planner.methods import problem_of, space_of
 from pipefit.planner.plan_options import PlanOptions
 from pipefit.planner.simulated import simulated
-from pipefit.planner.space import Config, configs
+from pipefit.planner.space import Cap, Config, configs
 from pipefit.schedules import Shape, find, generate, names, program_of
 from pipefit.simulate import simulate
 from pipefit.spec import Device, Level, Plan, Profile, Topology
@@ -413,3 +413,8 @@ def test_a_family_whose_fastest_members_lack_memory_is_not_given_up():
     for depth in (4, 16, 32):
         rates = [line.throughput for line in made.candidates if line.family == f"interleaved, depth {depth}"]
         assert max(rates) > 0.9 * made.prediction.throughput
+
+
+def test_a_microbatch_without_samples_is_refused_under_a_cap_too():
+    with pytest.raises(PlanError, match="microbatch_sizes: expected a list of whole numbers of at least 1"):
+        plan(model(), Topology.local(2), cap=Cap(1e9), microbatch_sizes=[0])

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from pipefit.cost.roofline import product_s
 from pipefit.errors import ProfileError
 from pipefit.models import build
 from pipefit.planner import gpt_profile
@@ -197,10 +198,13 @@ def test_a_rotation_and_a_gate_of_one_kernel_each_move_and_keep_less():
 def test_sums_that_overlap_with_products_only_show_their_first_of_t_pieces():
     shared = ",sequence_parallel=1"
     plain, overlapped = (layers_of(shared + more, tensor=4).layers[1] for more in ("", ",overlapped=1"))
-    # Two sums each way: rings of four devices, the bytes over the links and three messages there and back.
-    sum_s = 2 * (3 / 4 * 2 * 2048 * 4096 / 348e9 + 3 * 3.4e-6)
-    assert plain.forward_s - overlapped.forward_s == pytest.approx(3 / 4 * 2 * sum_s, rel=0.01)
-    assert plain.backward_s - overlapped.backward_s == pytest.approx(3 / 4 * 2 * sum_s, rel=0.01)
+    # Four halves of a sum each way, next to a product each: rings of four devices, the bytes over the links and three
+    # messages there. The output of attention takes less time than its half, all others more.
+    half_s = 3 / 4 * 2 * 2048 * 4096 / 348e9 + 3 * 3.4e-6
+    short_s = product_s(load_topology("8xH100").device, 2048, 4096, 1024)
+    assert short_s < half_s
+    assert plain.forward_s - overlapped.forward_s == pytest.approx(3 / 4 * (3 * half_s + short_s), rel=0.01)
+    assert plain.backward_s - overlapped.backward_s == pytest.approx(3 / 4 * 4 * half_s, rel=0.01)
     assert plain.saved_bytes == overlapped.saved_bytes
     # Sums that take longer than the products are seen for the rest of the time.
     slow, hidden = (layers_of(shared + more, machine="8xRTX4090").layers[1] for more in ("", ",overlapped=1"))

@@ -121,6 +121,11 @@ def test_a_layer_that_cannot_run_by_itself_keeps_its_computed_seconds():
     assert "2 of 3 layers" in kinds.profile_kinds(work_of(model, torch.zeros(2, 8)), 2, SLOW).source
 
 
+def test_a_layer_that_begins_in_place_is_measured():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8)), nn.Linear(8, 8))
+    assert "3 of 3 layers" in kinds.profile_kinds(work_of(model, torch.zeros(2, 8)), 2, SLOW).source
+
+
 def test_there_is_never_more_than_one_layer_in_memory(monkeypatch):
     alive: list[weakref.ref] = []
     real = kinds._trained

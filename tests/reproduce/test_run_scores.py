@@ -2,14 +2,17 @@
 
 import pytest
 
-from pipefit.planner.measured_runs import read_runs
+from pipefit.planner.machines import load_topology
+from pipefit.planner.measured_runs import MeasuredRun, predict, read_runs
+from pipefit.planner.transformer import transformer_of
 from pipefit.reproduce.run_scores import RUNS, kendall, published_runs
 
 
 def test_every_published_run_names_its_source():
     lines = [line for _, line in read_runs(RUNS)]
-    assert len(lines) == 496 and all(line["source"].startswith("github.com/") for line in lines)
-    assert {line["collection"] for line in lines} == {"korthikanti", "llama-13b", "bloom", "gpt-1.3b", "megatron-core"}
+    assert len(lines) == 515 and all(line["source"].startswith("github.com/") for line in lines)
+    others = {"korthikanti", "llama-13b", "bloom", "gpt-1.3b", "megatron-core"}
+    assert {line["collection"] for line in lines} == others | {"torchtitan", "torchtitan-h200"}
 
 
 def test_an_order_with_ties_is_neither_right_nor_wrong_there():
@@ -21,6 +24,32 @@ def test_runs_of_bloom_are_older_than_its_gradients_of_4_bytes():
     lines = [line for _, line in read_runs(RUNS) if line["collection"] == "bloom"]
     assert {line["source"][-7:] for line in lines} == {f"(02-{day})" for day in (21, 23, 24, 25)}
     assert not any("_bytes=" in line["model"] for line in lines)
+
+
+def test_runs_of_torchtitan_share_weights_block_by_block_as_its_code_does():
+    for run, line in read_runs(RUNS):
+        if line["collection"].startswith("torchtitan"):
+            model = transformer_of(run.model)
+            assert (run.shard, run.depth, run.chunks) == ("weights", 1, model.layers)
+            assert (model.torchtitan, model.summed_bytes, model.attention) == (1, 4, "flash")
+            # Runs whose 8 bits are scaled by rows, or whose micro-batches are not published, are left out.
+            assert run.batch == run.microbatch * run.devices // run.tensor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("microbatch", "least"), [(4, 0.25), (2, 0.15), (1, 0.05)])
+def test_interleaving_gains_on_405_billion_parameters_as_published(microbatch, least):
+    """torchtitan reports 28 % more, without the size of its micro-batches."""
+    blocks = "layers=126,hidden=16384,heads=128,kv_heads=8,ffn=53248,vocab=128256,sequence=8192"
+    model = f"llama:{blocks},torchtitan=1,summed_bytes=4,fused_passes=1,sequence_parallel=1,overlapped=1,fp8=1"
+    machine = load_topology("grand-teton-h100-512")
+
+    def seconds(chunks):
+        run = MeasuredRun(model, 512, 8, 8, chunks, microbatch, 256, "layer", "optimizer", None)
+        return predict(run, machine).seconds
+
+    assert seconds(1) / seconds(2) - 1 > least
+    assert seconds(2) > seconds(4)
 
 
 @pytest.mark.long
@@ -37,6 +66,9 @@ def test_the_score_is_at_least_the_one_of_the_manual():
     assert scores["bloom", "data sheet"].median < 0.17 and scores["bloom", "data sheet"].tau > 0.6
     assert scores["megatron-core", "data sheet"].median < 0.02
     assert scores["gpt-1.3b", "data sheet"].median < 0.06
+    assert scores["torchtitan", "data sheet"].median < 0.1 and scores["torchtitan", "data sheet"].ninth < 0.15
+    assert scores["torchtitan", "fitted"].median < 0.05
+    assert scores["torchtitan-h200", "data sheet"].ninth < 0.02
     # Four runs that repeat one that the machine is fitted to do not judge.
     others = scores["bloom", "fitted"]
     assert others.runs == 32 and others.median < 0.035 and others.ninth < 0.11

@@ -2,15 +2,19 @@
 
 import os
 import signal
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.parallel import tensor_jobs
 from tests.runtime import jobs
 from torch import Tensor
 
 from pipefit import Checkpoints
 from pipefit.checkpoint import commit
-from pipefit.checkpoint.memory import EVERY, recall
+from pipefit.checkpoint.commit import Part
+from pipefit.checkpoint.memory import EVERY, Memory, recall
 from pipefit.pipeline import request
 from pipefit.pipeline.callbacks import Record
 from pipefit.pipeline.loggers import csv_log
@@ -130,3 +134,21 @@ def recall_on_machines(
     pipe = jobs.pipeline(**options)
     step = recall(pipe, folder, 1)
     return step, pipe.fit(jobs.batches(8)[4:]), pipe.state_dict()
+
+
+def copy_in_pairs(folder: str) -> int | None:
+    """The step that two processes with the same layers find in memory; one writes when the other has begun to."""
+    pipe = tensor_jobs.pipeline(tensor_jobs.model(), tensor=2)
+    pipe.step(*tensor_jobs.batch(4, 0))
+    copies = Memory(pipe, Path(folder), every=1)
+    write = copies._write
+
+    def write_later(parts: Sequence[Part], place: Path) -> None:
+        while not list(place.glob("*.safetensors")):
+            time.sleep(0.01)
+        write(parts, place)
+
+    if current().rank == 1:
+        copies._write = write_later  # type: ignore[method-assign]
+    copies.keep()
+    return recall(pipe, Path(folder), 1)

@@ -65,6 +65,11 @@ def test_a_sharded_optimizer_is_kept_whole(tmp_path):
     _as_trained(_resumed(folders, 4, options), options)
 
 
+def test_a_copy_of_processes_that_share_layers_is_whole(tmp_path):
+    """The second one once removed the file that the first one was writing."""
+    assert launch(recovery_jobs.copy_in_pairs, 2, str(tmp_path), quiet=True) == [1, 1]
+
+
 def test_a_step_that_no_machine_holds_whole_is_not_taken(tmp_path):
     folders = _machines(tmp_path, 2)
     launch(recovery_jobs.train_on_machines, 2, folders, {}, quiet=True)

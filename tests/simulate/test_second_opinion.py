@@ -12,7 +12,7 @@ from pipefit.cost import CostModel
 from pipefit.errors import InvalidProgramError
 from pipefit.ir.graph import dependency_graph
 from pipefit.ir.op import OP_SPEC, Lane, Op
-from pipefit.ir.values import makes, needs
+from pipefit.ir.values import MAKES, NEEDS
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
 from pipefit.spec import Level, Topology
@@ -35,8 +35,8 @@ def predecessors(program):
     for rank, instructions in enumerate(program.ranks):
         for index, i in enumerate(instructions):
             found[rank, index] = before = set()
-            for value in needs(i, program, rank):
-                makers = [j for j in range(index) if value in makes(instructions[j], program, rank)]
+            for value in NEEDS[i.op](i, program, rank):
+                makers = [j for j in range(index) if value in MAKES[instructions[j].op](instructions[j], program, rank)]
                 before.update(makers if value.kind == "wgrad" else makers[-1:])
     return found
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from pipefit.ir.op import Op
-from pipefit.ir.values import consumes, makes
+from pipefit.ir.values import CONSUMES, MAKES
 from pipefit.study.picture import picture, trace
 from pipefit.study.simulation import TrialCost, simulate_study
 from pipefit.study.turns import step_program, turns_of
@@ -31,7 +31,7 @@ def test_between_two_turns_the_device_holds_nothing(shards, mbs, clip, own_slots
         instructions = program.ranks[0][turn.first : turn.end]
         assert instructions[0].op is Op.FETCH and instructions[0].kind == "weights"
         for i in instructions:
-            held = (held - set(consumes(i, program, 0))) | set(makes(i, program, 0))
+            held = (held - set(CONSUMES[i.op](i, program, 0))) | set(MAKES[i.op](i, program, 0))
         moving = {"weights", "optim", "wgrad", "saved"}
         assert not [value for value in held if value.kind in moving], turn
     # Of data, what stays is what no later turn needs; the norm is a number, and goes with the turn.

@@ -147,7 +147,7 @@ def _resumed(pipeline: Trained) -> JsonObject:
         commit = worker.spilling.resumed
         state = rank_state(commit)
         _restore(worker, worker.spilling, state)
-        pipeline.state.resume(commit.step, state)
+        pipeline.state.resume(commit.step, state.ordinal, state.loss_scale, state.position)
         extra = state.extra
     return extra
 

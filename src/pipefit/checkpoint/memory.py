@@ -25,9 +25,9 @@ from torch import Tensor
 
 from pipefit.checkpoint.commit import Part, facts_of, manifest_of, parts_of, walk, write_parts
 from pipefit.checkpoint.manifest import FORM, Manifest, candidates, step_name, step_of
-from pipefit.checkpoint.optim import optimization_of, parameter_and_key, read_of
+from pipefit.checkpoint.optim import optimization_of, read_of, weight_of
 from pipefit.checkpoint.restore import Contents, Saved, contents, take
-from pipefit.checkpoint.sharded import OPTIM, whole_states
+from pipefit.checkpoint.sharded import whole_states
 from pipefit.checkpoint.state import tensors_of, weights_of
 from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError
@@ -56,7 +56,7 @@ class Memory:
         self._pipeline = pipeline
         self._folder = folder
         self.every = every
-        mesh = pipeline.workers[0].mesh
+        mesh = pipeline.engine.mesh
         processes = processes_here(pipeline.session)
         self._is_first = pipeline.session.rank == processes[0]
         # Sharded optimizers are whole on the first replica alone.
@@ -127,12 +127,14 @@ class Memory:
 
     def _write(self, parts: Sequence[Part], place: Path) -> None:
         place.mkdir(mode=0o700, exist_ok=True)
-        name = f"rank-{self._pipeline.workers[0].rank}"
-        (place / f"{name}.safetensors").unlink(missing_ok=True)  # where a rank was lost before all had their copies
+        for part in parts:
+            if part.name:
+                (place / part.name).unlink(missing_ok=True)  # where a rank was lost before all had their copies
         report = write_parts(self._pipeline.session, parts, place)
         if report["files"]:
             data = encode("checkpoint", manifest_of(facts_of(self._pipeline, {}), [report]))
-            write_sealed(place / f"{name}.json", data, durable=False)
+            first = Path(report["files"][0]["name"])
+            write_sealed(place / first.with_suffix(".json"), data, durable=False)
 
 
 def memory_of(pipeline: Trained, folder: Path | None, is_synchronous: bool, before: int) -> Memory | None:
@@ -286,10 +288,7 @@ def _sent(pipeline: Trained, here: Here, held: Mapping[int, set[str]], lacking: 
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         broadcast(session, tensor, source[name])
         if name not in here.saved:
-            weight = name
-            if name.startswith(OPTIM):
-                weight = parameter_and_key(name)[0]
-            if weight not in own:
+            if weight_of(name) not in own:
                 tensor = tensor.to("meta")
             found[name] = Saved(tuple(tensor.shape), tensor.dtype, read_of(tensor))
     return found

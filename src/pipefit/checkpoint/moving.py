@@ -65,7 +65,7 @@ def first_names(layers: Iterable[NamedLayer]) -> dict[str, str]:
 
 
 def moves_of(
-    layers: Sequence[NamedLayer], before: Sequence[Collection[int]], now: Sequence[Collection[int]]
+    layers: Sequence[NamedLayer], before: Sequence[Collection[int]], now: Sequence[Collection[int]], tensor: int = 1
 ) -> list[Move]:
     """The moves from one assignment of layers to another, in an order that is the same on every process.
 
@@ -73,6 +73,7 @@ def moves_of(
         layers: of the whole model.
         before: the layers that each process has.
         now: the layers that each process will have.
+        tensor: processes of each rank, of which each has its parts of the weights.
     """
     first = first_names(layers)
     of_layer = {layer.index: dict.fromkeys(first[name] for name, _ in named_tensors(layer)) for layer in layers}
@@ -82,7 +83,8 @@ def moves_of(
         lacking = dict.fromkeys(name for layer in sorted(wanted) for name in of_layer[layer])
         for name in lacking:
             if name not in held[target]:
-                having = [process for process, own in enumerate(held) if name in own]
+                alike = range(target % tensor, len(held), tensor)
+                having = [process for process in alike if name in held[process]]
                 nearest = min(having, key=lambda process: abs(process - target), default=None)
                 found.append(Move(name, nearest, target))
     return found

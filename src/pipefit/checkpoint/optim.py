@@ -37,6 +37,13 @@ def parameter_and_key(name: str) -> tuple[str, str]:
     return parameter, key
 
 
+def weight_of(name: str) -> str:
+    """The name of the weight or buffer to which a tensor in a file belongs."""
+    if name.startswith(OPTIM):
+        return parameter_and_key(name)[0]
+    return name
+
+
 def by_parameter(readers: Mapping[str, Read]) -> dict[str, dict[str, Read]]:
     """The states among saved tensors, by parameter and key."""
     states: dict[str, dict[str, Read]] = {}

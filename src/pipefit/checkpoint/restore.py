@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipefit.checkpoint.manifest import MANIFEST, Manifest, candidates, read_manifest
-from pipefit.checkpoint.optim import Read, by_parameter, parameter_and_key, restore_optimizer
+from pipefit.checkpoint.optim import Read, by_parameter, restore_optimizer, weight_of
 from pipefit.checkpoint.sharded import OPTIM
 from pipefit.checkpoint.state import tensors_of, weights_of
 from pipefit.checkpoint.tensor_files import DTYPES
@@ -104,7 +104,7 @@ def take(
     agree(session, attempt(take_all))
     if weights_only:
         return
-    pipeline.state.resume(manifest.step, manifest)
+    pipeline.state.resume(manifest.step, manifest.ordinal, manifest.loss_scale, manifest.position)
     if manifest.seed != pipeline.training.seed:
         _log.warning(
             "the checkpoint was trained with seed %d, this run has seed %d: dropout will differ",
@@ -195,45 +195,48 @@ def _prepare(pipeline: Trained, saved: Mapping[str, Saved], manifest: Manifest, 
         if owner in weights:
             weights[alias] = weights[owner]
     _compare(pipeline, weights, weights_only)
-    mesh = pipeline.workers[0].mesh
-    states: dict[str, Read] = {}
-    for name, entry in saved.items():
-        if name.startswith(OPTIM):
-            parameter = parameter_and_key(name)[0]
-            states[name] = entry.read
-            if parameter in weights and entry.shape == weights[parameter].shape:
-                states[name] = _reader(mesh, parameter, entry)
-    states_of = by_parameter(states)
+    readers = readers_of(pipeline.engine.mesh, {**saved, **weights})
+    states_of = by_parameter(readers)
     takers: list[Take] = []
     for worker in pipeline.workers:
         for stage in worker.stages:
             restore = None
             if not weights_only and stage in worker.optimizers:
                 restore = restore_optimizer(worker, stage, manifest.optimization, states_of)
-            takers.append(partial(_take, worker, stage, weights, restore))
+            takers.append(partial(_take, worker, stage, readers, restore))
     return takers
 
 
+def readers_of(mesh: Mesh, saved: Mapping[str, Saved]) -> dict[str, Read]:
+    """Reads this process's parts of saved tensors: of weights, and of states that have the shapes of their weights."""
+    found = {}
+    for name, entry in saved.items():
+        weight = weight_of(name)
+        found[name] = entry.read
+        if weight in saved and entry.shape == saved[weight].shape:
+            found[name] = partial(_read_part, mesh, weight, entry.read)
+    return found
+
+
+def _read_part(mesh: Mesh, weight: str, read: Read) -> Tensor:
+    return mesh.part(weight, read())
+
+
 @torch.no_grad()
-def _take(worker: Worker, stage: int, weights: Contents, restore: Take | None) -> None:
+def _take(worker: Worker, stage: int, readers: Mapping[str, Read], restore: Take | None) -> None:
     """Loads the saved tensors of a stage, which is on the device meanwhile."""
     with worker.presence(stage, optim=True, change=True):
         with worker.stores[stage].overwritten():
             for name, _, tensor in weights_of(worker, stage):
-                tensor.copy_(_reader(worker.mesh, name, weights[name])())
+                tensor.copy_(readers[name]())
         if restore is not None:
             restore()
-
-
-def _reader(mesh: Mesh, name: str, saved: Saved) -> Read:
-    """Reads this process's part of a saved tensor."""
-    return lambda: mesh.part(name, saved.read())
 
 
 def _compare(pipeline: Trained, weights: Contents, weights_only: bool) -> None:
     """Compares names, shapes and types of the whole model, also of tensors on other ranks."""
     wanted = tensors_of(pipeline.layers)
-    whole_shape = pipeline.workers[0].mesh.whole_shape
+    whole_shape = pipeline.engine.mesh.whole_shape
     if missing := [name for name in wanted if name not in weights]:
         raise ModelError(_other_model("the model has", missing, "that the checkpoint lacks", weights))
     if unknown := [name for name in weights if name not in wanted]:

@@ -30,22 +30,6 @@ class Position(Protocol):
         """Sets the position that `state` returned."""
 
 
-class SavedState(Protocol):
-    """The numbers of a `RunState` as a file has them: the manifest of a checkpoint, or the commit of a tier."""
-
-    @property
-    def ordinal(self) -> int:
-        """Micro-batches seen."""
-
-    @property
-    def loss_scale(self) -> JsonObject | None:
-        """The scale of the loss with its history; None: the loss was not scaled."""
-
-    @property
-    def position(self) -> JsonObject | None:
-        """The position in the training data; None: there was none."""
-
-
 @dataclass
 class RunState:
     """The state of a training between two steps.
@@ -70,7 +54,7 @@ class RunState:
         return next(iter(self.scales), None)
 
     def saved(self) -> JsonObject:
-        """Returns the numbers as JSON data, by the names of `SavedState`; the step is saved with its tensors."""
+        """Returns the numbers as JSON data, by the names that `resume` takes; the step is saved with its tensors."""
         scale = None
         if self.loss_scale is not None:
             scale = self.loss_scale.state()
@@ -89,11 +73,11 @@ class RunState:
                 scale.load(before)
             raise
 
-    def resume(self, step: int, saved: SavedState) -> None:
-        """Restores the state after a step."""
+    def resume(self, step: int, ordinal: int, loss_scale: JsonObject | None, position: JsonObject | None) -> None:
+        """Restores the state after a step, from the numbers that were saved."""
         self.num_updates = step
-        self.ordinal = saved.ordinal
-        self.position.resume(saved.position)
-        if saved.loss_scale is not None:
+        self.ordinal = ordinal
+        self.position.resume(position)
+        if loss_scale is not None:
             for scale in self.scales:
-                scale.load(saved.loss_scale)
+                scale.load(loss_scale)

@@ -142,7 +142,7 @@ class Sharing:
 
     def _process(self, stage: int, replica: int) -> int:
         """The process of a replica; those with the same part of a tensor-parallel stage belong together."""
-        mesh = self._pipeline.workers[0].mesh
+        mesh = self._pipeline.engine.mesh
         rank = self._ranks[stage][replica]
         return mesh.process_of(rank) + mesh.index
 

@@ -69,7 +69,7 @@ def export(pipeline: Trained, path: str | Path) -> Path:
 
 def _forms(pipeline: Trained) -> Tensors:
     """The shapes and types of the whole model, by name; every rank knows them."""
-    shape = pipeline.workers[0].mesh.whole_shape
+    shape = pipeline.engine.mesh.whole_shape
     forms = {}
     for name, value in tensors_of(pipeline.layers).items():
         forms[name] = torch.empty(shape(name, value.shape), dtype=value.dtype, device="meta")
@@ -83,7 +83,7 @@ def _whole_tensors(pipeline: Trained, forms: Mapping[str, Tensor]) -> Iterator[T
         pipeline: of which every rank walks them together.
         forms: of the tensors, in the model's order.
     """
-    mesh = pipeline.workers[0].mesh
+    mesh = pipeline.engine.mesh
     device = pipeline.workers[0].device
     left = set(forms)
     sharing = Sharing(pipeline)

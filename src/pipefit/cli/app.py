@@ -102,17 +102,18 @@ def _flowing(text: str | None) -> str:
 
 def run(arguments: list[str] | None = None) -> int:
     """Parses, runs and prints; every failure becomes a message on stderr and an exit code."""
-    tokens = arguments
+    tokens = sys.argv[1:]
+    if arguments is not None:
+        tokens = arguments
+    verb = _verb(tokens)
     doing = ""
-    if tokens is None:
+    if arguments is None:
         _let_print()
-        tokens = sys.argv[1:]
-        doing = _WORK.get(_verb(tokens), "")
-        if _verb(tokens) in ("draw", "simulate", "verify"):
+        doing = _WORK.get(verb, "")
+        if verb in ("draw", "simulate", "verify"):
             # Of the millions of small objects of a large program no cycle is worth looking for, now or at the end.
             gc.disable()
             atexit.register(gc.freeze)
-    verb = _verb(tokens)
     try:
         with _saying(doing):
             return _dispatch(tokens)
@@ -122,8 +123,10 @@ def run(arguments: list[str] | None = None) -> int:
         return _complain(chain, f"{str(problem).strip()}\n{' '.join(words)}", USAGE)
     except (PipefitError, CommunicationError) as problem:
         return _complain(verb, str(problem), _code_of(problem))
-    except BrokenPipeError:
-        # The reader (head, less) has ended: no message, now or when Python flushes at exit.
+    except (BrokenPipeError, SystemExit) as problem:
+        # The reader (head, less) has ended: no message, now or when Python flushes at exit. Printing the help ends so.
+        if isinstance(problem, SystemExit) and not isinstance(problem.__context__, BrokenPipeError):
+            raise
         _close_stdout()
         return 128 + 13
     except KeyboardInterrupt as problem:  # with a hint for resuming, if there is one
@@ -207,8 +210,6 @@ def _dispatch(tokens: list[str]) -> int:
         quiet = contextlib.redirect_stdout(sys.stderr)
     with quiet:
         result: Any = command(*bound.args, **bound.kwargs)
-    if isinstance(result, int):
-        return result
     if not isinstance(result, Answer):
         return FINE
     if is_first():

@@ -14,11 +14,13 @@ from pipefit.cli.answer import Answer, code_of
 from pipefit.cli.models import ModelName, ModelOptions, batch_of, importable, make_model
 from pipefit.cli.options import Count, Json, verb
 from pipefit.errors import ModelError, PipefitError
+from pipefit.spec.files import JsonObject
 from pipefit.spec.options import Precision, Request, Updates
 from pipefit.units import counted
 
 if TYPE_CHECKING:
     from pipefit.models import ModelBundle
+    from pipefit.testing import CheckResult
 
 
 @verb(
@@ -64,8 +66,7 @@ def command(
 
     usable_device(device)
     spread = replace(request.parallelism, ranks=request.parallelism.ranks or 2, device=device)
-    schedule = request.schedule or "1f1b"
-    microbatches = request.num_microbatches
+    request = replace(request, schedule=request.schedule or "1f1b", parallelism=spread)
     if transport is None:
         transport = "local"
         if spread.tensor > 1:
@@ -80,13 +81,13 @@ def command(
     bundle = make_model(name, option, seed=updates.seed)
     stages = request.stages
     assert not isinstance(stages, int | str), "the option gives layer counts"
-    size = batch or 2 * microbatches + 1
+    size = batch or 2 * request.num_microbatches + 1
     _try_once(bundle, size, updates.seed)
     with _explained_when_it_cannot_travel(model):
         result = check(
             bundle.layers,
-            schedule=schedule,
-            microbatches=microbatches,
+            schedule=request.schedule or "",
+            microbatches=request.num_microbatches,
             stages=stages,
             parallelism=spread,
             precision=precision,
@@ -98,37 +99,55 @@ def command(
             dtype=getattr(torch, dtype),
             transport=transport,
         )
-    facts = {"schedule": schedule, "num_ranks": spread.ranks, "num_microbatches": microbatches, "dtype": dtype}
-    computed: str = dtype
-    width = ""
+    data = result.as_dict() | _facts(request, precision, dtype) | {"transport": transport, "steps": steps}
+    lines = [bundle.describe(), *_lines(data, result)]
+    return Answer(data, "\n".join(lines), code_of(result.equal))
+
+
+def _facts(request: Request, precision: Precision, dtype: str) -> JsonObject:
+    """The training that was compared, as JSON data; what is usual is left out."""
+    spread = request.parallelism
+    facts = {
+        "schedule": request.schedule,
+        "num_ranks": spread.ranks,
+        "num_microbatches": request.num_microbatches,
+        "dtype": dtype,
+    }
     if precision.dtype != "fp32":
-        computed = precision.dtype
-        facts["precision"] = computed
+        facts["precision"] = precision.dtype
     if precision.compile:
         facts["compile"] = True
-        computed += " with compiled layers"
     if spread.tensor > 1:
         facts |= {"tensor": spread.tensor, "sequence_parallel": spread.sequence_parallel}
-        width = f", tensor {spread.tensor}"
-        if spread.sequence_parallel:
-            width += " and sequence"
+    return facts
+
+
+def _lines(data: JsonObject, result: CheckResult) -> Iterator[str]:
+    """The comparison for people."""
+    where = counted(data["num_ranks"], "rank")
+    if "tensor" in data:
+        where += f", tensor {data['tensor']}"
+        if data["sequence_parallel"]:
+            where += " and sequence"
+    computed: str = data.get("precision") or data["dtype"]
+    if "compile" in data:
+        computed += " with compiled layers"
     verdict = "equal"
     if not result.equal:
         verdict = f"DIFFERENT, first in {result.first_difference}"
-    lines = [
-        bundle.describe(),
-        f"{schedule} on {counted(spread.ranks or 0, 'rank')}{width} ({transport}), {microbatches} micro-batches, "
-        f"{steps} steps in {computed}: {verdict}",
+    yield (
+        f"{data['schedule']} on {where} ({data['transport']}), {data['num_microbatches']} micro-batches, "
+        f"{data['steps']} steps in {computed}: {verdict}"
+    )
+    yield (
         f"largest relative differences: loss {result.loss_diff:.2g}, gradients {result.grad_diff:.2g}, "
-        f"weights {result.weight_diff:.2g} (allowed {result.tolerance:.0e})",
-    ]
+        f"weights {result.weight_diff:.2g} (allowed {result.tolerance:.0e})"
+    )
     if result.num_norms:
-        lines.append(
+        yield (
             f"{counted(result.num_norms, 'batch norm')}, on both sides: each micro-batch by its own statistics, "
             "running averages by those of the mini-batch (GPipe)"
         )
-    data = result.as_dict() | facts | {"transport": transport, "steps": steps}
-    return Answer(data, "\n".join(lines), code_of(result.equal))
 
 
 def _try_once(model: ModelBundle, size: int, seed: int) -> None:

@@ -78,7 +78,10 @@ def command(
         return _examined(folder)
     if all(name in os.environ for name in _LAUNCHER):
         return compare_nodes(folder)
-    found = _all_checks(ranks, timeout)
+    found = [*_software(), *_machine()]
+    # Without torch no ranks are started.
+    if all(check.state != "bad" for check in found if check.name in ("torch", "backends")):
+        found.append(_ranks(ranks, timeout))
     problems = [check for check in found if check.state == "bad"]
     facts: JsonObject = {}
     for check in found:
@@ -107,14 +110,6 @@ def _examined(folder: Path) -> Answer:
     problems = gpu_report.problems_of(report)
     written = [folder / gpu_report.REPORT, folder / gpu_report.PAGE]
     return Answer(report, "\n".join(problems or ["All is well."]), code_of(not problems), written)
-
-
-def _all_checks(num_ranks: int, timeout_s: int) -> list[_Check]:
-    """All checks, in the best order for fixing problems; without torch no ranks are started."""
-    found = [*_software(), *_machine()]
-    if all(check.state != "bad" for check in found if check.name in ("torch", "backends")):
-        found.append(_ranks(num_ranks, timeout_s))
-    return found
 
 
 def _unless(problem: bool, name: str, found: str, fix: str, **facts: Any) -> _Check:

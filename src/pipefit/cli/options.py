@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from inspect import Parameter as Argument
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 from cyclopts import UNSET, CoercionError, Parameter, Token, convert
 
 from pipefit.errors import PipefitError
-from pipefit.spec.options import MOST_SEED, MOST_THREADS, as_flat, flag_of, from_flat, key_of, options_of
+from pipefit.spec.options import MOST_SEED, MOST_THREADS, as_flat, flag_of, from_flat, key_of, options_of, setting
 from pipefit.units import parse_quantity
 
 PICTURES = (".svg", ".html", ".png", ".trace.json", ".pipe", ".txt")
@@ -78,13 +78,12 @@ def _within(least: int, most: int) -> Read:
     return _number(int, lambda value: least <= value <= most, f"a whole number from {least} to {most}")
 
 
-def _least(least: int, expected: str) -> Read:
-    return _number(int, lambda value: value >= least, expected)
+def _least(least: int) -> Read:
+    return _number(int, lambda value: value >= least, f"at least {least}")
 
 
-_amount = _least(0, "0 or more")
-_count = _least(1, "at least 1")
-_several = _least(2, "at least 2")
+_count = _least(1)
+_several = _least(2)
 _time = _number(Number, lambda value: 0 <= value < 1e30, "a time of 0 or more, below 1e30")
 _figure = _number(Number, lambda value: 0 < value < 1e30, "numbers above 0, below 1e30")
 
@@ -147,7 +146,6 @@ def _pairs(kind: Any, tokens: Tokens) -> dict[str, int]:
     return found
 
 
-Amount = Annotated[int, Parameter(converter=_amount)]
 Count = Annotated[int, Parameter(converter=_count)]
 Seed = Annotated[int, Parameter(converter=_within(0, MOST_SEED))]
 Threads = Annotated[int, Parameter(converter=_within(1, MOST_THREADS))]
@@ -176,6 +174,22 @@ TYPES: Mapping[str, Any] = {
 }
 """Types of options on the command line that differ from those in Python: "numbers" are 2,1; "figures" 0.9,0.95; "words"
 a=1,b=2, and may be repeated; "pairs" NAME=INTEGER, and may be repeated; "texts" are several after one flag."""
+
+
+@dataclass(frozen=True)
+class Starts:
+    """The start of ranks, and what happens after one was lost: options of `launch`."""
+
+    threads: int | None = setting(
+        None, "CPU threads of each rank; default: the cores shared among them.", typed=Threads
+    )
+    recover: int = setting(
+        0, "Times that the ranks are started again, and resume, after one has died or hung.", typed=Count
+    )
+    min_ranks: int | None = setting(
+        None, "Ranks with which to continue if one cannot be started again; default: all.", least=1
+    )
+    grow: bool = setting(False, "Start a lost rank again while the others train on; it enters at the end of a step.")
 
 
 def help_of(group: type[Any], name: str) -> Parameter:

@@ -10,22 +10,20 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import Count, Json, Threads
+from pipefit.cli.options import Count, Json, Starts, verb
 from pipefit.errors import PipefitError
 from pipefit.units import counted
 
 _WITH_VALUE = ("-n", "--ranks", "--threads", "--recover", "--min-ranks", "--logs")
 
 
+@verb()
 def command(
     script: Path,
     /,
     *arguments: Annotated[str, Parameter(help="For the script.", allow_leading_hyphen=True)],
     ranks: Annotated[Count, Parameter(alias="-n")] = 2,
-    threads: Threads | None = None,
-    recover: Count | None = None,
-    min_ranks: Count | None = None,
-    grow: bool = False,
+    starts: Starts,
     logs: Path | None = None,
     json: Json = False,
 ) -> Answer:
@@ -39,10 +37,6 @@ def command(
     Args:
         script: A Python script.
         ranks: Processes to start.
-        threads: CPU threads of each; default: the cores shared among them.
-        recover: Times that the ranks are started again after one has died or hung; `Pipeline.fit` then resumes.
-        min_ranks: Ranks with which to continue if one cannot be started again; default: all.
-        grow: Start a lost rank again while the others train on; it enters at the end of a step.
         logs: Folder for the logs of the ranks; default: a temporary one.
     """
     if script.is_dir():
@@ -55,18 +49,7 @@ def command(
     from pipefit.runtime.launch import launch
 
     start = time.perf_counter()
-    launch(
-        run_rank,
-        ranks,
-        str(script),
-        arguments,
-        threads=threads,
-        folder=logs,
-        quiet=json,
-        recover=recover or 0,
-        min_ranks=min_ranks,
-        grow=grow,
-    )
+    launch(run_rank, ranks, str(script), arguments, folder=logs, quiet=json, **vars(starts))
     return Answer({"script": str(script), "num_ranks": ranks, "seconds": time.perf_counter() - start}, "")
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pipefit.cli.answer import Answer, Text, is_first
 from pipefit.cli.display import report
 from pipefit.cli.models import importable
-from pipefit.cli.options import Count, Json, Threads, verb
+from pipefit.cli.options import Json, Starts, verb
 from pipefit.errors import PipefitError
 from pipefit.run.claim import check_free
 from pipefit.run.config import RunConfig, checkpoints_of, choices, with_defaults
@@ -28,10 +28,7 @@ def command(
     *,
     run: RunConfig,
     transport: Literal["distributed", "local"] = "distributed",
-    threads: Threads | None = None,
-    recover: Count | None = None,
-    min_ranks: Count | None = None,
-    grow: bool = False,
+    starts: Starts,
     config: Path | None = None,
     quiet: bool = False,
     json: Json = False,
@@ -45,10 +42,6 @@ def command(
 
     Args:
         transport: A process for each rank, or all of them in this one.
-        threads: CPU threads of each rank; default: the cores shared among them.
-        recover: Times that the ranks are started again, and resume, after one has died or hung.
-        min_ranks: Ranks with which to continue if one cannot be started again; default: all.
-        grow: Start a lost rank again while the others train on; it enters at the end of a step.
         config: TOML file with any of these options; the command line has priority.
         quiet: Print nothing before the result.
     """
@@ -62,9 +55,8 @@ def command(
         who = "torchrun starts its processes again by --max-restarts"
     elif transport == "local":
         who = "no process is started"
-    if who and (recover or min_ranks or grow):
+    if who and starts != Starts(starts.threads):
         raise PipefitError(f"--recover, --min-ranks and --grow: {who}; leave them out")
-    starts = {"threads": threads, "recover": recover or 0, "min_ranks": min_ranks, "grow": grow}
     if not (json or quiet) and is_first():
         print("\n".join(columns(choices(asked, run))), "loading torch …", sep="\n", flush=True)
     result = _run(run, transport, starts, quiet=json or quiet)
@@ -74,8 +66,8 @@ def command(
     return Answer(_data(run, result), text)
 
 
-def _run(settings: RunConfig, transport: str, starts: dict[str, Any], quiet: bool) -> Any:
-    """Trains, and writes the report; starts are the options of `launch`."""
+def _run(settings: RunConfig, transport: str, starts: Starts, quiet: bool) -> Any:
+    """Trains, and writes the report."""
     from pipefit.runtime.outcomes import LaunchError
 
     try:
@@ -133,10 +125,10 @@ def _resuming(place: str) -> str:
     return shlex.join(["pipefit", *words, "--resume", place])
 
 
-def _trained(settings: RunConfig, transport: str, starts: dict[str, Any], quiet: bool) -> Any:
+def _trained(settings: RunConfig, transport: str, starts: Starts, quiet: bool) -> Any:
     from pipefit.cli.ranks import train_rank
 
-    if _is_launched() or transport == "local" or (settings.num_ranks == 1 and not starts["recover"]):
+    if _is_launched() or transport == "local" or (settings.num_ranks == 1 and not starts.recover):
         return train_rank(settings, quiet)
     from pipefit.runtime.launch import launch
     from pipefit.runtime.outcomes import LaunchError
@@ -148,7 +140,7 @@ def _trained(settings: RunConfig, transport: str, starts: dict[str, Any], quiet:
         folder = Path(settings.output) / "logs"
         is_fresh = not folder.parent.exists()
     try:
-        return launch(train_rank, settings.num_ranks, settings, quiet, folder=folder, quiet=quiet, **starts)[0]
+        return launch(train_rank, settings.num_ranks, settings, quiet, folder=folder, quiet=quiet, **vars(starts))[0]
     except PipefitError as problem:
         # A refused run leaves no files; a failed one names its logs.
         if folder is not None and is_fresh and not isinstance(problem, LaunchError):

@@ -10,7 +10,7 @@ import torch
 
 from pipefit.compare.comparison import Refusal
 from pipefit.compare.settings import ALL, STRATEGIES, WHOLE, CompareConfig
-from pipefit.compare.strategies import DataParallel, OneProcess, ScheduledPipeline, Trainer, plan_of
+from pipefit.compare.strategies import DataParallel, OneProcess, ScheduledPipeline, Trainer, Waiting, plan_of
 from pipefit.compare.torch_pipeline import TorchPipeline
 from pipefit.errors import DataError, PipefitError, nearest
 from pipefit.models import ModelBundle, build, parse_options
@@ -181,6 +181,8 @@ def _trainer(name: str, num: int, task: Task) -> Trainer:
     work = task.work
     kind = STRATEGIES[name]
     ranks = current().num_ranks
+    if kind == "single" and current().rank > 0:
+        return Waiting()
     if kind == "single":
         return OneProcess(work, num, num_cores() if name == "all-threads" else 1)
     if kind == "ddp":

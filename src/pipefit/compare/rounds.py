@@ -253,24 +253,28 @@ def _row(
     """The figures of a cell, with its loss after some updates; every rank calls it, and those of rank 0 count."""
     rises = _of_ranks(math.nan if cell.rise is None else cell.rise)
     states = _of_ranks(cell.trainer.state_bytes)
-    peaks = [rise + state for rise, state in zip(rises, states, strict=True)]
+    peaks = tuple(rise + state for rise, state in zip(rises, states, strict=True))
+    if any(map(math.isnan, peaks)):
+        peaks = ()
+    bubble = None
+    if cell.bubbles:
+        bubble = statistics.median(cell.bubbles)
+    final_loss = None
+    if current().rank == 0:
+        final_loss = statistics.mean(cell.losses[:updates][-_KEPT_LOSSES:])
     middle = statistics.median(cell.seconds)
     row = Row(
         strategy=cell.strategy,
         num_microbatches=cell.num_microbatches,
         step_s=middle,
         samples_per_s=config.batch / middle,
+        bubble=bubble,
         utilisation=tuple(map(statistics.median, zip(*cell.busy, strict=True))),
+        peak_bytes=peaks,
+        final_loss=final_loss,
         spread=half_interquartile_range(cell.seconds) / middle,
     )
-    if not any(map(math.isnan, peaks)):
-        row = replace(row, peak_bytes=tuple(peaks))
-    if cell.bubbles:
-        row = replace(row, bubble=statistics.median(cell.bubbles))
-    if predicted is not None:
-        step_s, bubble = predicted
-        row = replace(row, predicted_step_s=step_s, bubble_predicted=bubble, predicted_over_measured=step_s / middle)
-    if current().rank == 0:
-        last = cell.losses[:updates][-_KEPT_LOSSES:]
-        row = replace(row, final_loss=statistics.mean(last))
-    return row
+    if predicted is None:
+        return row
+    step_s, bubble = predicted
+    return replace(row, predicted_step_s=step_s, bubble_predicted=bubble, predicted_over_measured=step_s / middle)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipefit.models.examples import Batch, Loss
+from pipefit.models.examples import Batch
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.planner import by_hand
 from pipefit.profiling.tensors import tensors_of
@@ -50,8 +50,45 @@ def bytes_of(modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Opti
     return float(sum(storages.values()))
 
 
-class OneProcess:
-    """Training on rank 0 only; the others wait.
+class _WholeModel:
+    """The whole model in this process, trained in plain torch.
+
+    Args:
+        model: the model, or torch's data parallel of it.
+        work: its training.
+        num_microbatches: whose gradients are added up before an update.
+    """
+
+    def __init__(self, model: nn.Module, work: Workload, num_microbatches: int) -> None:
+        self._model = model
+        self._loss = work.loss
+        self._num = num_microbatches
+        self._optimizer = work.optimizer([p for p in model.parameters() if p.requires_grad])
+
+    def update(self, x: Any, y: Any) -> float:
+        """Steps by the summed gradients of the micro-batches and returns the mean loss of the batch."""
+        total = torch.zeros(())
+        for index, part in enumerate(feed_of((x, y), self._num, 0, "train"), 1):
+            # Torch's data parallel sums over ranks inside the last backward only.
+            quiet: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if isinstance(self._model, DistributedDataParallel) and index < self._num:
+                quiet = self._model.no_sync()
+            with quiet:
+                value = with_metrics(self._loss(self._model(part.input), part.target))[0] * part.share
+                value.backward()
+            total += value.detach()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return float(total)
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of the model and of its optimizer's states."""
+        return bytes_of([self._model], [self._optimizer])
+
+
+class OneProcess(_WholeModel):
+    """Training on rank 0 only.
 
     Args:
         work: the model and its training.
@@ -59,55 +96,33 @@ class OneProcess:
         threads: of torch while it trains.
     """
 
-    def __init__(self, work: Workload, num_microbatches: int, threads: int = 1) -> None:
-        self._loss = work.loss
-        self._num = num_microbatches
+    def __init__(self, work: Workload, num_microbatches: int, threads: int) -> None:
+        super().__init__(work.fresh(), work, num_microbatches)
         self._threads = threads
-        self._trains = current().rank == 0
-        if self._trains:
-            self._model = work.fresh()
-            self._optimizer = work.optimizer([p for p in self._model.parameters() if p.requires_grad])
 
     def train(self, batches: Sequence[Batch]) -> Sequence[float]:
-        """Trains on rank 0."""
-        if not self._trains:
-            return []
+        """Trains on all samples of the batches."""
         with with_threads(self._threads):
-            return [update(self._model, self._optimizer, self._loss, x, y, self._num) for x, y in batches]
-
-    @property
-    def state_bytes(self) -> float:
-        """Bytes of the whole model on rank 0."""
-        if self._trains:
-            return bytes_of([self._model], [self._optimizer])
-        return 0.0
+            return [self.update(x, y) for x, y in batches]
 
 
-def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, x: Any, y: Any, num: int) -> float:
-    """Steps by the summed gradients of `num` micro-batches and returns the mean loss of the batch."""
-    total = torch.zeros(())
-    for index, part in enumerate(feed_of((x, y), num, 0, "train"), 1):
-        # Torch's data parallel sums over ranks inside the last backward only.
-        quiet: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if isinstance(model, DistributedDataParallel) and index < num:
-            quiet = model.no_sync()
-        with quiet:
-            value = with_metrics(loss(model(part.input), part.target))[0] * part.share
-            value.backward()
-        total += value.detach()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return float(total)
+class Waiting:
+    """A rank that waits while another one trains."""
+
+    state_bytes = 0.0
+
+    def train(self, batches: Sequence[Batch]) -> Sequence[float]:
+        """Does nothing."""
+        return []
 
 
-class DataParallel:
+class DataParallel(_WholeModel):
     """Torch's `DistributedDataParallel`: every rank trains the whole model on its share of each batch."""
 
     def __init__(self, work: Workload, num_microbatches: int) -> None:
-        self._loss, self._session = work.loss, current()
-        self._num = max(1, num_microbatches // self._session.num_ranks)
-        self._model = DistributedDataParallel(work.fresh())
-        self._optimizer = work.optimizer([p for p in self._model.parameters() if p.requires_grad])
+        session = current()
+        super().__init__(DistributedDataParallel(work.fresh()), work, max(1, num_microbatches // session.num_ranks))
+        self._session = session
 
     def train(self, batches: Sequence[Batch]) -> Sequence[float]:
         """Trains on this rank's share."""
@@ -115,16 +130,9 @@ class DataParallel:
         ranks = self._session.num_ranks
         rank = self._session.rank
         for x, y in batches:
-            part = cut(x, ranks)[rank]
-            target = cut(y, ranks, "the target")[rank]
-            losses.append(update(self._model, self._optimizer, self._loss, part, target, self._num))
+            losses.append(self.update(cut(x, ranks)[rank], cut(y, ranks, "the target")[rank]))
         table = torch.tensor(losses, dtype=torch.float64)
         return (sum_table(self._session, table) / ranks).tolist()
-
-    @property
-    def state_bytes(self) -> float:
-        """Bytes of the whole model."""
-        return bytes_of([self._model], [self._optimizer])
 
 
 def plan_of(schedule: str, num_microbatches: int, partition: Partition, profile: Profile, num_chunks: int) -> Plan:

@@ -232,8 +232,8 @@ class CostModel:
         else:
             law = all_reduce_s
         seconds = law(self._ring(members), self._reduced_bytes(instruction))
-        if self.overlapped:
-            stage = instruction.stage
+        stage = instruction.stage
+        if self.overlapped and stage not in self.gathered:
             computed_s = self.forward_s[stage] + self.backward_input_s[stage] + self.backward_weight_s[stage]
             return max(seconds - computed_s, 0.0)
         return seconds

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipefit.cutting.shell import Shell
+from pipefit.stage.split import own_tensors
 
 
 def own_modules(shell: Shell, number: int) -> list[nn.Module]:
@@ -50,8 +51,7 @@ class Absent:
         own: set[int] = set()
         for number in numbers:
             for module in own_modules(self._shell, number):
-                own.update(map(id, module._parameters.values()))
-                own.update(map(id, module._buffers.values()))
+                own.update(map(id, own_tensors(module)))
         for module in self._shell.spine:
             own.update(map(id, module._buffers.values()))
         replaced: list[tuple[dict[str, Any], str, Tensor]] = []

@@ -5,19 +5,19 @@ One run of the model with an example shows the modules that are called, how ofte
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
-from pipefit.cutting.channels import Channels
+from pipefit.cutting.channels import Channels, Owners
 from pipefit.cutting.own import Given, Leaves, Paths
 from pipefit.cutting.states import seed_torch
 from pipefit.errors import ModelError
+from pipefit.stage.compiler import Forward
 from pipefit.stage.stage import replaced_forwards
 
 
@@ -53,7 +53,7 @@ class Seen(NamedTuple):
     entries: list[list[Any]]
     made: list[set[int]]
     exits: list[list[Any]]
-    owners: dict[str, set[int]]
+    owners: Owners
     direct: set[str]
     alike: dict[str, list[int | None]]
     examples: dict[str, Any]
@@ -81,18 +81,16 @@ def calls_of(model: nn.Module, given: Given, channels: Channels | None = None) -
     """
     channels = channels or Channels(model)
     args, kwargs = given
+    paths = {module: path for path, module in model.named_modules()}
     found: list[str] = []
-    with contextlib.ExitStack() as hooks:
-        hooks.enter_context(channels.following(given))
-        for path, module in model.named_modules():
-            note = functools.partial(_note, found, path)
-            hooks.enter_context(module.register_forward_pre_hook(note))
+
+    def note(module: nn.Module, given: Any) -> None:
+        if module in paths:
+            found.append(paths[module])
+
+    with channels.following(given), register_module_forward_pre_hook(note):
         model(*args, **kwargs)
     return found
-
-
-def _note(found: list[str], path: str, module: nn.Module, given: Any) -> None:
-    found.append(path)
 
 
 _BLOCK = "GradientCheckpointingLayer"
@@ -232,12 +230,12 @@ def observe(model: nn.Module, parts: Anatomy, given: Given, channels: Channels |
         channels: follow the run; None: nothing does.
     """
     channels = channels or Channels(model)
-    owners: dict[str, set[int]] = {path: set() for path in parts.units}
+    owners: Owners = {path: set() for path in parts.units}
     seen = Seen([], [], [], owners, set(), {}, {}, None)
     numbers = {path: number for number, path in enumerate(parts.blocks, 1)}
     now = 0
 
-    def watched(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(path: str, forward: Forward) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal now
             given = pytree.tree_leaves((args, kwargs))

@@ -16,13 +16,17 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pipefit.cutting.tracking import Foreign, Origin, Tracker, is_innermost, place_in_code, storages_of
+from pipefit.cutting.tracking import Foreign, InCode, Origin, Tracker, is_innermost, place_in_code, storages_of
 
 _WEIGHT, _AVERAGE = -1, -2
 """In place of a layer's number, origins of parameters, and of running averages of batch norms in training."""
 
 _MOST = 1000
 """Times that a place in the code reads another value, after which it is a loop that waits for the true one."""
+
+
+Owners = dict[str, set[int]]
+"""The layers that use each of some modules, by the paths of the modules."""
 
 
 class Channel(NamedTuple):
@@ -62,10 +66,10 @@ class Channels:
         self._carried = list(carried)
         self.found: dict[tuple[int, int], Channel] = {}
         self.lasting: str | None = None
-        self.reads: dict[tuple[str, str], Any] = {}
-        self.varied: tuple[tuple[str, str], Any] | None = None
+        self.reads: dict[InCode, Any] = {}
+        self.varied: tuple[InCode, Any] | None = None
         self.homes: dict[int, str] = {}
-        self.users: dict[str, set[int]] = {}
+        self.users: Owners = {}
         self.direct: set[tuple[str, str]] = set()
         self._times = 0
         norms = {path: module for path, module in model.named_modules() if isinstance(module, _BatchNorm)}

@@ -46,6 +46,8 @@ from pipefit.cutting.stubs import Stub
 from pipefit.cutting.traced import Traced
 from pipefit.cutting.tracking import Foreign, described
 from pipefit.errors import ModelError
+from pipefit.parallel.loss import Loss
+from pipefit.runtime.microbatches import Weigh
 from pipefit.spec.arguments import checked
 from pipefit.stage.materialise import is_meta, lent_weights
 from pipefit.stage.split import NamedLayer, is_sequence, named_layers
@@ -106,26 +108,25 @@ def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = N
         example = random_batch(model, 3)
     if is_known:
         ways = _Ways(Call.of(model), result, Routers.of(model))
+        loss, weigh = loss_of(model)
     else:
         ways = _Ways(plain_arguments, _as_it_is, None)
+        loss = weigh = None
     found = _found(model, example, cuts, ways)
     # With the model's own weights again, not the weights of the proof.
     if isinstance(found.shell, Traced):
         own = found.shell.hold(model)
     else:
         own = _layers(model, found.shell)
-    if is_known:
-        loss, weigh = loss_of(model)
-        found = replace(found, loss=loss, weigh=weigh)
-    return replace(found, layers=own)
+    return replace(found, layers=own, loss=loss, weigh=weigh)
 
 
 class Layers(NamedTuple):
     """A model as layers, with its own loss if it has one, and its `Cut`. An example may have proved them."""
 
     layers: Sequence[NamedLayer]
-    loss: Callable[[Any, Any], Tensor] | None = None
-    weigh: Callable[[Any], float] | None = None
+    loss: Loss | None = None
+    weigh: Weigh | None = None
     is_proved: bool = True
     whole: Cut | None = None
 
@@ -173,7 +174,7 @@ def _found(model: nn.Module, example: Any, cuts: Paths | None, ways: _Ways) -> C
             )
     states = States(model)
     try:
-        with noticed(model), kept_outside(model), states.used(states.fresh()), lent_weights(model):
+        with noticed(model), kept_outside(model), states.apart(), lent_weights(model):
             fill_zeros(model)
             return _cut(model, example, cuts, ways)
     except ModelError:
@@ -215,7 +216,7 @@ def _cut(model: nn.Module, example: Any, cuts: Paths | None, ways: _Ways) -> Cut
     states = States(model)
     places = places_of(model)
     try:
-        with states.used(states.fresh()):
+        with states.apart():
             calls = calls_of(model, ways.arguments(example))
     except Foreign as problem:
         problems.append(str(problem))
@@ -324,11 +325,11 @@ def _attempt(model: nn.Module, parts: Anatomy, batches: _Batches, ways: _Ways) -
     """The shell with borders before some blocks, and the borders at which it differs from the whole model."""
     states = States(model)
     example = batches[0]
-    with states.used(states.fresh()), torch.no_grad():
+    with states.apart(), torch.no_grad():
         seen = observe(model, parts, ways.arguments(example))
         seen = seen._replace(output=ways.result(seen.output))
     shell = _shell(model, parts, seen, ways)
-    with states.used(states.fresh()), torch.no_grad():
+    with states.apart(), torch.no_grad():
         shell.crossing, found = _crossings(shell, seen, example)
     if found:
         return shell, seen, found

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from pipefit.cutting.anatomy import num_weights
 from pipefit.cutting.shell import Shell
 from pipefit.cutting.traced import Traced
+from pipefit.parallel.loss import Loss
+from pipefit.runtime.microbatches import Weigh
 from pipefit.stage.materialise import InitialiseLayer
 from pipefit.stage.split import NamedLayer, named_layers
+from pipefit.stage.ties import named_at
 from pipefit.units import columns, counted, format_bytes, format_count
 
 
@@ -37,8 +39,8 @@ class Cut:
     model: nn.Module
     crossing: tuple[tuple[float, int], ...]
     merged: tuple[tuple[str, str], ...] = ()
-    loss: Callable[[Any, Any], Tensor] | None = None
-    weigh: Callable[[Any], float] | None = None
+    loss: Loss | None = None
+    weigh: Weigh | None = None
     initialise_layer: InitialiseLayer | None = None
 
     @property
@@ -70,13 +72,9 @@ class Cut:
 
 def shared_weights(layers: Sequence[NamedLayer]) -> list[tuple[str, list[str]]]:
     """Weights that several layers hold, by their first names, with the names of these layers; they stay tied."""
-    names: dict[nn.Parameter, str] = {}
-    holders: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for layer in layers:
-        for name, parameter in layer.module.named_parameters(layer.prefix):
-            names.setdefault(parameter, name)
-            holders[parameter].append(layer.name)
-    return [(names[parameter], of) for parameter, of in holders.items() if len(of) > 1]
+    names = {layer.index: layer.name for layer in layers}
+    shared = [found for found in named_at(layers) if len(found) > 1]
+    return [(found[0][0], [names[index] for _, _, index in found]) for found in shared]
 
 
 def table(model: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import io
 import logging
 import operator
@@ -24,14 +23,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ShapesCollection, export
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from pipefit.cutting.flow import Flow, memory_of, written_by
-from pipefit.cutting.states import Copying
 from pipefit.errors import ModelError
+from pipefit.stage.accelerator import CPU
 from pipefit.stage.batchnorm import TRACKED, normalised
+from pipefit.stage.instead import Instead
 from pipefit.stage.opened import Rest, opened
+from pipefit.stage.split import copying
 
 _INSIDE = "of_pipefit"
 """The name of a model in a module around it."""
@@ -61,7 +61,7 @@ def copied(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
             made = nn.Parameter(made, tensor.requires_grad)
         memo[id(tensor)] = made
     try:
-        with Copying():
+        with copying():
             return copy.deepcopy(model, memo)
     except Exception as problem:
         raise ModelError(f"it cannot be copied: {problem}") from problem
@@ -87,7 +87,7 @@ def flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dty
 
 def _flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dtype: torch.dtype | None) -> Flow:
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)] or [torch.device("cpu")]
+    devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)] or [CPU]
     pretended = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
     def fake(tensor: Tensor, kind: torch.dtype | None = None) -> Tensor:
@@ -108,13 +108,11 @@ def _flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dt
             leaves[place] = fake(leaf)
             shapes[leaves[place]] = dict.fromkeys(range(_num_free(leaf)), Dim.AUTO)
     args, kwargs = pytree.tree_unflatten(leaves, structure)
-    _write_buffers(model)
-    rests = _hand_out_tensors(model)
-    root = _apart(model)
+    root = _Around(model)
     free = shapes.dynamic_shapes(root, args, kwargs)
     drawn = random.getstate()
     try:
-        with _silence(), _Refusing():
+        with _silence(), Instead(_LOST, _refuse_lost):
             program = export(root, args, kwargs, strict=False, dynamic_shapes=free)
             module = program.module()
     except ModelError:
@@ -124,7 +122,7 @@ def _flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dt
     if random.getstate() != drawn:
         random.setstate(drawn)
         raise ModelError("it draws from Python's random numbers, which a trace would fix: draw from torch's")
-    return _flow(module, rests[0] if rests else program.call_spec.out_spec, root)
+    return _flow(module, root.rest or program.call_spec.out_spec, root)
 
 
 def _num_free(leaf: Tensor) -> int:
@@ -147,36 +145,33 @@ def _silence() -> Iterator[None]:
         logging.disable(before)
 
 
-class _Refusing(TorchFunctionMode):
-    """While it is entered, functions whose effect a graph would lose raise a `ModelError`."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Calls a function of torch."""
-        if func in _LOST:
-            raise ModelError(f"its forward calls {_LOST[func]}, which its graph would lose: call it in the loss")
-        return func(*args, **kwargs or {})
+def _refuse_lost(func: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuses a function whose effect a graph would lose."""
+    raise ModelError(f"its forward calls {_LOST[func]}, which its graph would lose: call it in the loss")
 
 
 class _Around(nn.Module):
-    """A module around a model."""
+    """A module around a model, in which names such as `code` cannot be those of a graph's module.
+
+    Attributes:
+        rest: what the output has besides tensors, where it holds objects that no pytree knows.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.add_module(_INSIDE, model)
+        self.rest: Rest | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output."""
-        return getattr(self, _INSIDE)(*args, **kwargs)
-
-
-def _apart(model: nn.Module) -> nn.Module:
-    """The model, or a module around it if a name in it, such as `code`, is one of a graph's module as well."""
-    names = [*model._parameters, *model._buffers, *model._modules]
-    if any(hasattr(fx.GraphModule, name) for name in names):
-        return _Around(model)
-    return model
+        """The model's output, of which only the tensors are handed out where no pytree knows it."""
+        kept = [(module, dict(module._buffers)) for module in self.modules()]
+        output = getattr(self, _INSIDE)(*args, **kwargs)
+        for module, buffers in kept:
+            _write_buffers(module, buffers)
+        if all(isinstance(leaf, _LEAVES) for leaf in pytree.tree_leaves(output)):
+            return output
+        tensors, self.rest = opened(output)
+        return tensors
 
 
 def _own_name(name: str) -> str:
@@ -184,51 +179,16 @@ def _own_name(name: str) -> str:
     return name.removeprefix(_INSIDE).removeprefix(".")
 
 
-def _write_buffers(model: nn.Module) -> None:
-    """Lets a forward that replaces buffers write into them at its end, since a graph knows only their tensors."""
-    forward = model.forward
-
-    @functools.wraps(forward)
-    def writing(*args: Any, **kwargs: Any) -> Any:
-        kept = [(module, dict(module._buffers)) for module in model.modules()]
-        output = forward(*args, **kwargs)
-        written: list[tuple[Tensor, Tensor]] = []
-        for module, buffers in kept:
-            for name, buffer in buffers.items():
-                value = module._buffers.get(name)
-                if buffer is None or value is None or value is buffer:
-                    continue
-                if value.requires_grad:
-                    raise ModelError(f"its forward gives the buffer {name} a value with a graph: detach it")
-                written.append((buffer, value))
-            module._buffers.update(buffers)
-        for buffer, value in written:
-            buffer.copy_(value)
-        return output
-
-    model.__dict__["forward"] = writing
-
-
-def _hand_out_tensors(model: nn.Module) -> list[Rest]:
-    """Lets a model whose output has objects that no pytree knows hand out the tensors in it.
-
-    Returns:
-        Gets the rest of the output, when the forward has run.
-    """
-    forward = model.forward
-    rests: list[Rest] = []
-
-    @functools.wraps(forward)
-    def handing_out(*args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
-        if all(isinstance(leaf, _LEAVES) for leaf in pytree.tree_leaves(output)):
-            return output
-        tensors, rest = opened(output)
-        rests[:] = [rest]
-        return tensors
-
-    model.__dict__["forward"] = handing_out
-    return rests
+def _write_buffers(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
+    """Writes new buffers of a module into those that it had, since a graph knows only their tensors."""
+    for name, buffer in buffers.items():
+        value = module._buffers.get(name)
+        if buffer is None or value is None or value is buffer:
+            continue
+        if value.requires_grad:
+            raise ModelError(f"its forward gives the buffer {name} a value with a graph: detach it")
+        buffer.copy_(value)
+    module._buffers.update(buffers)
 
 
 def _reason(problem: Exception) -> str:

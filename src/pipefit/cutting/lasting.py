@@ -20,6 +20,7 @@ from pipefit.cutting.channels import Channels
 from pipefit.cutting.differences import worst_difference
 from pipefit.cutting.objects import data_of, named_parts
 from pipefit.cutting.outer import is_code, outer_variables
+from pipefit.cutting.own import Arguments
 from pipefit.cutting.states import TREE, Buffers, States, buffers_of, kept_buffers, own_copy, put_buffers, seed_torch
 from pipefit.errors import ModelError
 from pipefit.stage.payload import leaves_of
@@ -152,7 +153,7 @@ def _other_batches(example: Any) -> Iterator[Any]:
     yield example
 
 
-def second_batch(model: nn.Module, example: Any, arguments: Callable[[Any], Any]) -> Any:
+def second_batch(model: nn.Module, example: Any, arguments: Arguments) -> Any:
     """Runs a model on its example and on another batch, and refuses it if it remembers more than its buffers.
 
     Args:
@@ -182,7 +183,7 @@ def second_batch(model: nn.Module, example: Any, arguments: Callable[[Any], Any]
         leaves = leaves_of(output)
         return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-    with states.used(states.fresh()), kept_buffers(model) as restore:
+    with states.apart(), kept_buffers(model) as restore:
         first = run(example)
         left = _facts(model)
         buffers = buffers_of(model.modules())
@@ -207,12 +208,12 @@ def _other_run(
 ) -> tuple[Any, list[Any]]:
     """Another batch on which a model runs, with its output as if it were the first one that it sees."""
     for batch in _other_batches(example):
-        with states.used(states.fresh()), contextlib.suppress(Exception):
+        with states.apart(), contextlib.suppress(Exception):
             put_buffers(buffers)
             output = run(batch)
             if _is_finite(output) or not _is_finite(first):
                 return batch, output
-    with states.used(states.fresh()):
+    with states.apart():
         put_buffers(buffers)
         return example, run(example)
 

@@ -24,7 +24,7 @@ from pipefit.errors import ModelError
 MOST = 64
 """The most layers of a traced model."""
 
-Layers = Mapping[fx.Node, int]
+Layers = dict[fx.Node, int]
 """The layer of each operation that is computed in one layer only."""
 
 
@@ -136,19 +136,19 @@ def _spans(flow: Flow, place: Mapping[fx.Node, int]) -> Iterable[tuple[int, int]
     return found.values()
 
 
-def by_lines(flow: Flow, lines: Sequence[int]) -> dict[fx.Node, int]:
+def by_lines(flow: Flow, lines: Sequence[int]) -> Layers:
     """The layer of each operation between lines."""
     return {node: bisect(lines, flow.places[node]) for node in flow.computed}
 
 
-def by_weights(flow: Flow, weights: Sequence[Set[str]]) -> dict[fx.Node, int]:
+def by_weights(flow: Flow, weights: Sequence[Set[str]]) -> Layers:
     """The layer of each operation, given the weights of each layer: the first in which it can be.
 
     Raises:
         ModelError: the operations run in another order than the layers.
     """
     known = set().union(*weights)
-    layers: dict[fx.Node, int] = {}
+    layers: Layers = {}
     for node in flow.computed:
         inputs = node.all_input_nodes
         before = set(inputs).union(*map(flow.writing, [node, *inputs]))

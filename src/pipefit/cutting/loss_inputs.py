@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+import math
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from torch.utils import _pytree as pytree
 from pipefit.cutting.cut_model import Cut
 from pipefit.cutting.differences import worst_difference
 from pipefit.cutting.proof import seed
-from pipefit.cutting.states import States, kept_outside, own_copy
+from pipefit.cutting.states import States, kept_outside, own_copy, with_loss
 from pipefit.errors import ModelError
 from pipefit.runtime.microbatches import Weigh, feed_of, largest_part
 from pipefit.runtime.session import current
 from pipefit.stage.device import random_state_kept
+from pipefit.stage.training import Loss
 
 _log = logging.getLogger("pipefit.cut")
 
@@ -33,7 +34,7 @@ _NO_MEAN = (
 )
 
 
-def refuse_aside(model: Any, loss: Callable[[Any, Any], Any], example: tuple[Any, Any], weigh: Weigh | None) -> None:
+def refuse_aside(model: Any, loss: Loss, example: tuple[Any, Any], weigh: Weigh | None) -> None:
     """Refuses a loss that reads what the model's forward leaves elsewhere than in its output.
 
     It warns where the loss is not the mean loss of the parts of a batch.
@@ -47,18 +48,16 @@ def refuse_aside(model: Any, loss: Callable[[Any, Any], Any], example: tuple[Any
     Raises:
         ModelError: it does.
     """
-    both: Any = nn.Module()
-    both.loss = loss
     if isinstance(model, Cut):
-        both.model = model.model
+        both = with_loss(loss, model.model)
     else:
-        both.model = nn.Sequential(*model)
+        both = with_loss(loss, nn.Sequential(*model))
     losses: list[list[Any]] = []
     other = pytree.tree_map_only(Tensor, lambda leaf: leaf.roll(1), example[0])
     with contextlib.suppress(Exception), kept_outside(both), torch.no_grad():
         states = States(both)
         for others in ((), (other,)):
-            with states.used(states.fresh()):
+            with states.apart():
                 output = _run(model, both.model, example[0])
                 for other in others:
                     _run(model, both.model, other)
@@ -74,26 +73,28 @@ def refuse_aside(model: Any, loss: Callable[[Any, Any], Any], example: tuple[Any
         )
 
 
+_CHECKED = 8
+"""Calls of a loss that are checked: the first targets may all count, or be of one class."""
+
+
 class FirstLoss:
-    """A loss that warns at its first call if it is not the mean of its parts.
+    """A loss that warns at one of its first calls if it is not the mean of its parts.
 
     Args:
         loss: of an output and a target.
         layers: which the loss may hold.
     """
 
-    def __init__(self, loss: Callable[[Any, Any], Any], layers: nn.Module) -> None:
+    def __init__(self, loss: Loss, layers: nn.Module) -> None:
         self._loss = loss
-        both: Any = nn.Module()
-        both.loss = loss
-        both.model = layers
-        self._both = both
+        self._both = with_loss(loss, layers)
+        self._left = _CHECKED
 
     def __call__(self, output: Any, target: Any) -> Any:
         """The loss."""
-        both = self._both
-        self._both = None
-        if both is not None:
+        if self._left:
+            self._left -= 1
+            both = self._both
             attributes = getattr(self._loss, "__dict__", {})
             before = dict(attributes)
             leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -102,13 +103,15 @@ class FirstLoss:
             with contextlib.suppress(Exception), kept, torch.no_grad():
                 kept.enter_context(random_state_kept(leaves[0].device))
                 kept.enter_context(kept_outside(both))
-                _warn_of_no_mean(both, (output, target), None)
+                if _warn_of_no_mean(both, (output, target), None):
+                    self._left = 0
+            attributes.clear()
             attributes.update(before)
         return self._loss(output, target)
 
 
-def _warn_of_no_mean(both: Any, batch: tuple[Any, Any], weigh: Weigh | None) -> None:
-    """Warns where the loss of a batch, (output, target), is not the mean of those of its parts.
+def _warn_of_no_mean(both: Any, batch: tuple[Any, Any], weigh: Weigh | None) -> bool:
+    """Warns, and returns True, where the loss of a batch, (output, target), is not the mean of those of its parts.
 
     An untrained model gives all samples nearly the same loss, so outputs are changed.
     """
@@ -119,12 +122,15 @@ def _warn_of_no_mean(both: Any, batch: tuple[Any, Any], weigh: Weigh | None) -> 
     states = States(both)
     found = []
     for part in (whole, *feed_of((output, own_copy(batch[1])), most, 0, "train", weigh)):
-        with states.used(states.fresh()):
+        with states.apart():
             seed(0)
             found.append(part.share * float(pytree.tree_leaves(both.loss(part.input, part.target))[0]))
     mean = sum(found[1:])
-    if abs(found[0] - mean) > 1e-3 * abs(found[0]):
+    is_same = abs(found[0] - mean) <= 1e-3 * abs(found[0])
+    is_another = math.isfinite(found[0]) and not is_same
+    if is_another:
         _log.warning(_NO_MEAN, found[0], mean)
+    return is_another
 
 
 def _changed(leaf: Tensor) -> Tensor:

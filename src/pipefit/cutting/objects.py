@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+Named = tuple[str, Any]
+"""A value with its name."""
+
 
 def data_of(value: Any) -> Any:
     """The data of an array or a generator of random numbers, which can be compared; None: it is another object."""
@@ -28,7 +31,7 @@ def data_of(value: Any) -> Any:
     return None
 
 
-def named_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def named_parts(name: str, value: Any) -> Iterator[Named]:
     """The values that a container or an object holds, with their names."""
     if isinstance(value, dict):
         for key, inner in list(value.items()):

@@ -11,7 +11,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,22 +36,38 @@ class Variable(NamedTuple):
     """A variable outside of modules.
 
     Attributes:
-        key: the same for all code that has the variable.
+        owner: an object that has it as an attribute, or a dict of globals.
+        attribute: its name there.
         name: a name for messages.
-        get: gives its value.
-        put: sets it.
         is_read: code does more with it than to append to it, as a log.
         is_of_class: it is an attribute of a class, which any code may read.
         is_default: it holds the default arguments of a function.
     """
 
-    key: tuple[int, str]
+    owner: Any
+    attribute: str
     name: str
-    get: Callable[[], Any]
-    put: Callable[[Any], None]
     is_read: bool = True
     is_of_class: bool = False
     is_default: bool = False
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """The same for all code that has the variable."""
+        return id(self.owner), self.attribute
+
+    def get(self) -> Any:
+        """Its value."""
+        if isinstance(self.owner, dict):
+            return self.owner.get(self.attribute)
+        return getattr(self.owner, self.attribute)
+
+    def put(self, value: Any) -> None:
+        """Sets it."""
+        if isinstance(self.owner, dict):
+            self.owner[self.attribute] = value
+        else:
+            setattr(self.owner, self.attribute, value)
 
 
 def outer_variables(model: nn.Module, modules: bool = False) -> list[Variable]:
@@ -97,9 +113,7 @@ def _of_class(kind: type) -> Iterator[Variable]:
     """The attributes of a class that may hold state."""
     for name, value in list(vars(kind).items()):
         if not name.startswith("__") and holds_state(value):
-            get = functools.partial(getattr, kind, name)
-            put = functools.partial(setattr, kind, name)
-            yield Variable((id(kind), name), f"{kind.__name__}.{name}", get, put, is_of_class=True)
+            yield Variable(kind, name, f"{kind.__name__}.{name}", is_of_class=True)
 
 
 def _of_function(function: types.FunctionType) -> Iterator[tuple[Variable, Any]]:
@@ -110,29 +124,15 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[Variable, Any]]
             value = cell.cell_contents
         except ValueError:  # not set yet
             continue
-        put = functools.partial(setattr, cell, "cell_contents")
-        key = id(cell), ""
-        variable = Variable(key, f"{name} in {label}", _getter(cell), put, _reads(function.__code__, name))
-        yield variable, value
-    for name in _names(function.__code__):
-        value = function.__globals__.get(name)
-        if name in function.__globals__:
-            get = functools.partial(function.__globals__.get, name)
-            put = functools.partial(function.__globals__.__setitem__, name)
-            label = f"global {name} of {function.__module__}"
-            key = id(function.__globals__), name
-            variable = Variable(key, label, get, put, _reads(function.__code__, name))
-            yield variable, value
+        yield Variable(cell, "cell_contents", f"{name} in {label}", _reads(function.__code__, name)), value
+    known = function.__globals__
+    for name in _names(function.__code__) & known.keys():
+        text = f"global {name} of {function.__module__}"
+        yield Variable(known, name, text, _reads(function.__code__, name)), known[name]
     for name in ("__defaults__", "__kwdefaults__"):
         value = getattr(function, name)
         if value:
-            get = functools.partial(getattr, function, name)
-            put = functools.partial(setattr, function, name)
-            yield Variable((id(function), name), f"a default argument of {label}", get, put, is_default=True), value
-
-
-def _getter(cell: Any) -> Callable[[], Any]:
-    return lambda: cell.cell_contents
+            yield Variable(function, name, f"a default argument of {label}", is_default=True), value
 
 
 def _names(code: types.CodeType) -> set[str]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from pipefit.errors import DataError, ModelError
+from pipefit.parallel.loss import Loss
 
 Given = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional and keyword arguments of a forward."""
@@ -22,6 +23,9 @@ Arguments = Callable[[Any], Given]
 
 Result = Callable[[Any], Any]
 """From the output of a model to the input of the loss."""
+
+Tensors = Mapping[str, Tensor]
+"""A batch or an output: tensors by name."""
 
 Leaves = Sequence[Any]
 """The leaves of a tree, such as arguments."""
@@ -46,6 +50,23 @@ def without_adapters(model: nn.Module) -> Any:
     return model
 
 
+def arguments_of(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The arguments that a model of transformers takes."""
+    return inspect.signature(without_adapters(model).forward).parameters
+
+
+def text_configuration(config: Any) -> Any:
+    """The part of a configuration that is about text, or the whole one."""
+    if hasattr(config, "get_text_config"):
+        return config.get_text_config()
+    return config
+
+
+def most_positions(config: Any) -> int:
+    """The most tokens that a configuration allows; 0: it does not say."""
+    return getattr(text_configuration(config), "max_position_embeddings", None) or 0
+
+
 @dataclass(frozen=True)
 class Call:
     """The arguments of a model for a batch: the batch's entries by name, and the settings of a training forward."""
@@ -55,7 +76,7 @@ class Call:
     @classmethod
     def of(cls, model: nn.Module) -> Call:
         """The call of a model of transformers, without a cache for generation."""
-        names = inspect.signature(without_adapters(model).forward).parameters
+        names = arguments_of(model)
         open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in names.values())
         config = getattr(model, "config", None)
         caches = "use_cache" in names or (open_ended and getattr(config, "use_cache", None) is not None)
@@ -105,7 +126,7 @@ class Labels:
         decodes = not getattr(config, "is_encoder_decoder", False)
         return cls(loss == "ForCausalLMLoss" and decodes and "Masked" not in type(model).__name__)
 
-    def __call__(self, batch: Mapping[str, Tensor]) -> float:
+    def __call__(self, batch: Tensors) -> float:
         """The weight of a micro-batch in the mean of its batch."""
         labels = _labels(batch)
         if labels.is_floating_point():
@@ -115,13 +136,13 @@ class Labels:
         return float(labels.ne(IGNORED).sum())
 
 
-def _labels(batch: Mapping[str, Tensor]) -> Tensor:
+def _labels(batch: Tensors) -> Tensor:
     if "labels" not in batch:
         raise DataError(f"the model's own loss needs 'labels' in every batch, got {', '.join(batch)}; or give loss=…")
     return batch["labels"]
 
 
-def own_loss(output: Mapping[str, Tensor], batch: Mapping[str, Tensor], weigh: Labels) -> Tensor:
+def own_loss(output: Tensors, batch: Tensors, weigh: Labels) -> Tensor:
     """The model's own loss from the labels of the batch, a mean over the labels that count.
 
     Args:
@@ -138,16 +159,12 @@ def own_loss(output: Mapping[str, Tensor], batch: Mapping[str, Tensor], weigh: L
     return torch.stack([value.sum() * 0 for name, value in output.items() if name != "loss"]).sum()
 
 
-def loss_of(model: nn.Module) -> tuple[Callable[[Any, Any], Tensor] | None, Labels | None]:
+def loss_of(model: nn.Module) -> tuple[Loss | None, Labels | None]:
     """A model's own loss as (output, batch) -> mean, and the weight of a batch in it; None: it takes no labels."""
-    if not _takes_labels(model):
+    if "labels" not in arguments_of(model):
         return None, None
     weigh = Labels.of(model)
     return functools.partial(own_loss, weigh=weigh), weigh
-
-
-def _takes_labels(model: nn.Module) -> bool:
-    return "labels" in inspect.signature(without_adapters(model).forward).parameters
 
 
 @dataclass(frozen=True)
@@ -195,13 +212,12 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0, tokens: int = 0)
     """
     base = without_adapters(model)
     config = base.config
-    text = config
-    if hasattr(config, "get_text_config"):
-        text = config.get_text_config()
+    text = text_configuration(config)
+    takes_labels = "labels" in arguments_of(model)
     generator = torch.Generator().manual_seed(seed)
     name = getattr(base, "main_input_name", "input_ids")
     heads = type(base).__name__
-    length = tokens or min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
+    length = tokens or min(_TOKENS, most_positions(config) or _TOKENS)
 
     def numbers(*shape: int) -> Tensor:
         kinds = [p.dtype for p in base.parameters() if p.is_floating_point()] or [torch.float32]
@@ -219,7 +235,7 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0, tokens: int = 0)
         if isinstance(sides, int):
             sides = (sides, sides)
         batch = {name: numbers(getattr(config, "num_channels", 3), *sides)}
-        if _takes_labels(model):
+        if takes_labels:
             batch["labels"] = classes()
         return batch
     if name == "input_features":
@@ -234,7 +250,7 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0, tokens: int = 0)
     batch = {"input_ids": words().masked_fill(seen == 0, padding)}
     if not tokens:
         batch["attention_mask"] = seen
-    if _takes_labels(model):
+    if takes_labels:
         if "SequenceClassification" in heads:
             batch["labels"] = classes()
         else:

@@ -29,10 +29,10 @@ from pipefit.cutting.notice import proves
 from pipefit.cutting.own import Paths
 from pipefit.cutting.shell import Payload, Shell
 from pipefit.cutting.states import Buffers, States, buffers_of, kept_outside, own_copy, seed_torch
-from pipefit.cutting.tracking import Foreign, Origin, Tracker, described, place_in_code, place_of, storages_of
+from pipefit.cutting.tracking import Foreign, InCode, Origin, Tracker, described, place_in_code, place_of, storages_of
 from pipefit.errors import ModelError
 from pipefit.stage.payload import leaves_of
-from pipefit.stage.split import NamedLayer
+from pipefit.stage.split import NamedLayer, joined
 
 
 class Difference(NamedTuple):
@@ -64,7 +64,7 @@ class Reference(NamedTuple):
     sums: Sequence[Sums]
     buffers: Buffers
     channels: Sequence[Channel]
-    reads: Mapping[tuple[str, str], Any]
+    reads: Mapping[InCode, Any]
 
 
 def reference(model: nn.Module, parts: Anatomy, batches: Sequence[Any], shell: Shell) -> Reference:
@@ -85,7 +85,7 @@ def reference(model: nn.Module, parts: Anatomy, batches: Sequence[Any], shell: S
     runs = []
     sums = []
     after = []
-    with states.used(states.fresh()), channels.spying():
+    with states.apart(), channels.spying():
         for batch in batches:
             seen = observe(model, parts, shell.arguments(batch), channels)
             output = shell.result(seen.output)
@@ -165,7 +165,7 @@ def borders(shell: Shell, seen: Seen, example: Any) -> list[Difference]:
     found: list[Difference] = []
     payload = example
     states = States(shell.model)
-    with states.used(states.fresh()), torch.no_grad():
+    with states.apart(), torch.no_grad():
         for number in range(shell.num_layers):
             proves(number, shell.num_layers)
             if number > 0:
@@ -264,7 +264,7 @@ def prove(shell: Shell, whole: Reference) -> list[Difference]:
     for number in range(shell.num_layers):
         proves(number, shell.num_layers)
         own = {*own_modules(shell, number), *shell.spine}
-        with states.used(states.fresh(own)):
+        with states.apart(own):
             for index, seen in enumerate(whole.runs):
                 with absent.without_others([number]):
                     output, why = run_layer(shell, number, payloads[index], seen)
@@ -275,7 +275,7 @@ def prove(shell: Shell, whole: Reference) -> list[Difference]:
         worst = _worst_of_buffers(mine, whole.buffers)
         if worst is not None:
             return [Difference(None, f"a buffer that its own code writes differs from the whole model's by {worst}")]
-    with states.used(states.fresh()):
+    with states.apart():
         worst = _difference_of_gradients(shell.model, payloads, whole.sums)
     worst = worst or _together(shell, states, absent, whole)
     if worst is None:
@@ -300,7 +300,7 @@ def _together(shell: Shell, states: States, absent: Absent, whole: Reference) ->
     half = shell.num_layers // 2
     payload = whole.batches[0]
     for layers in (range(half), range(half, shell.num_layers)):
-        with torch.no_grad(), states.used(states.fresh()), absent.without_others(layers):
+        with torch.no_grad(), states.apart(), absent.without_others(layers):
             payload = shell.run(layers[0], layers[-1], payload, seed_torch)
     worst = worst_difference(leaves_of(payload), leaves_of(whole.runs[0].output))
     if worst is None:
@@ -323,7 +323,7 @@ def branches(parts: Anatomy, example: Any, shell: Shell, whole: Reference) -> li
             channels = Channels(shell.model)
             channels.varied = place, other
             path = None
-            with contextlib.suppress(Exception, Foreign), states.used(states.fresh()), torch.no_grad():
+            with contextlib.suppress(Exception, Foreign), states.apart(), torch.no_grad():
                 calls = calls_of(shell.model, shell.arguments(example), channels)
                 path = _first_elsewhere(shell, parts, calls)
             if path is not None:
@@ -374,13 +374,13 @@ def refuse_channels(layers: Sequence[NamedLayer], batch: Any) -> bool:
     Raises:
         ModelError: two layers do; the message names them.
     """
-    model = nn.ModuleList(layer.module for layer in layers)
+    model = joined(layers)
     states = States(model)
     channels = Channels(model)
     channels.tracker.on_write = lambda storage: None
     runs = []
     with kept_outside(model), torch.no_grad():
-        with states.used(states.fresh()), channels.spying():
+        with states.apart(), channels.spying():
             for _ in range(2):
                 with contextlib.suppress(Exception), channels.following(batch):
                     runs.append(_run_of_layers(layers, batch, channels))
@@ -429,7 +429,7 @@ def _refuse_other_alone(layers: Sequence[NamedLayer], states: States, runs: Sequ
     for number, layer in enumerate(layers):
         proves(number, len(layers))
         own = set(layer.module.modules())
-        with states.used(states.fresh(own)):
+        with states.apart(own):
             for run in runs:
                 given, wanted = run[number]
                 seed(number)

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from pipefit.cutting.objects import data_of, named_parts
+from pipefit.cutting.objects import Named, data_of, named_parts
 from pipefit.cutting.outer import Variable, can_change, outer_variables
-from pipefit.cutting.states import OF_TORCH
+from pipefit.cutting.states import OF_TORCH, with_loss
 from pipefit.errors import ModelError
 from pipefit.spec.plan import Partition
 from pipefit.stage.split import NamedLayer
@@ -139,10 +139,9 @@ class _Watch:
                 hook.remove()
 
 
-def _holder(loss: Any) -> nn.Module:
+def _holder(loss: Any) -> Any:
     """A module that has a loss, and the object of which it is a method."""
-    holder = nn.Module()
-    holder.loss = loss
+    holder = with_loss(loss)
     holder.__dict__["owner"] = getattr(loss, "__self__", None)
     return holder
 
@@ -172,7 +171,7 @@ def _value(variable: Variable) -> list[Any]:
     return [variable.get()]
 
 
-def _named_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+def _named_attributes(module: nn.Module) -> list[Named]:
     return [(name, value) for name, value in vars(module).items() if name not in OF_TORCH]
 
 
@@ -196,7 +195,7 @@ def _walk(name: str, value: Any, found: dict[Any, Place], depth: int = 0) -> Non
         _walk(inner, one, found, depth + 1)
 
 
-def _named_inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _named_inside(name: str, value: Any) -> Iterator[Named]:
     """The values that a value holds, with their names."""
     if isinstance(value, nn.Module):
         for key, one in _attributes_and_buffers(value):
@@ -205,7 +204,7 @@ def _named_inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from named_parts(name, value)
 
 
-def _attributes_and_buffers(module: nn.Module) -> list[tuple[str, Any]]:
+def _attributes_and_buffers(module: nn.Module) -> list[Named]:
     return [*_named_attributes(module), *module._buffers.items(), *module._modules.items()]
 
 

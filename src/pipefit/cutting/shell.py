@@ -29,9 +29,8 @@ from pipefit.cutting.tensor_plan import Rules, tensor_rules
 from pipefit.cutting.tracking import arrived, stood_in
 from pipefit.errors import ModelError
 from pipefit.parallel import Ruled
+from pipefit.stage.compiler import Forward, Forwards
 from pipefit.stage.stage import replaced_forwards
-
-Forward = Callable[..., Any]
 
 Owned = tuple[nn.Module, frozenset[int]]
 """A module, and the numbers of the layers that have its weights."""
@@ -193,7 +192,7 @@ class _Passage:
         """The context of a run, in which the forwards of modules are replaced."""
         shell = self.shell
         inside = range(self.first, self.last + 1)
-        forwards: dict[nn.Module, Forward] = {}
+        forwards: Forwards = {}
         for unit, owners in shell.units:
             if unit not in shell.stubs:
                 forwards[unit] = partial(self._uncalled, shell.labels[unit])
@@ -394,8 +393,7 @@ class CutLayer(nn.Module):
 
     def everywhere(self) -> list[Tensor]:
         """The buffers of the code between the layers, which every stage runs."""
-        buffers = [buffer for module in self.shell.spine for buffer in module._buffers.values()]
-        return [buffer for buffer in buffers if buffer is not None]
+        return [buffer for module in self.shell.spine for buffer in module.buffers(recurse=False)]
 
     @property
     def block(self) -> nn.Module | None:

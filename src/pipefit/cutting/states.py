@@ -16,18 +16,20 @@ import threading
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from pipefit.cutting.outer import outer_variables
 from pipefit.errors import ModelError
+from pipefit.stage.accelerator import CPU
 from pipefit.stage.device import random_state_kept
+from pipefit.stage.materialise import stand_in
+from pipefit.stage.split import NamedLayer, copying
 
 TREE = ("_parameters", "_modules")
 _SHARED = (
@@ -100,7 +102,7 @@ class States:
                 for buffer in values["_buffers"].values():
                     memo[id(buffer)] = buffer
         dicts = []
-        with Copying(), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        with copying(), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             for (path, module), values in zip(self._modules.items(), self._start.dicts, strict=True):
                 copied = dict(values)
                 for key, value in values.items():
@@ -112,6 +114,10 @@ class States:
                 dicts.append(copied)
             outer = [_copy_or_same(value, memo) for value in self._start.values]
         return State(dicts, outer)
+
+    def apart(self, own: Collection[nn.Module] | None = None) -> contextlib.AbstractContextManager[None]:
+        """The context in which the model has a state of its own, which ends with it; see `fresh`."""
+        return self.used(self.fresh(own))
 
     @contextlib.contextmanager
     def used(self, state: State) -> Iterator[None]:
@@ -132,19 +138,6 @@ class States:
             object.__setattr__(module, "__dict__", values)
         for variable, value in zip(self._variables, state.values, strict=True):
             variable.put(value)
-
-
-class Copying(TorchFunctionMode):
-    """The context in which copies of computed tensors are detached; torch itself would refuse to copy them."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Calls a function of torch."""
-        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
-            tensor, memo = args
-            return memo.setdefault(id(tensor), tensor.detach().clone())
-        return func(*args, **kwargs or {})
 
 
 def _copy_of(place: str, key: str, value: Any, memo: dict[int, Any]) -> Any:
@@ -197,18 +190,31 @@ def kept_buffers(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 @contextlib.contextmanager
-def kept_outside(model: nn.Module) -> Iterator[None]:
-    """The context after which weights and random numbers are what they were."""
+def kept_outside(model: nn.Module, device: torch.device = CPU) -> Iterator[None]:
+    """The context after which weights, and random numbers of the host and of a device, are what they were."""
     kept = [(one, one.data, one.grad, one.requires_grad) for one in model.parameters()]
     try:
-        with random_state_kept(torch.device("cpu")):
+        with random_state_kept(device):
             yield
     finally:
         for parameter, data, grad, trains in kept:
-            if parameter.data.data_ptr() != data.data_ptr() or parameter.shape != data.shape:
+            parameter.grad = None
+            if _form(parameter) != _form(data):
                 parameter.data = data
             parameter.grad = grad
             parameter.requires_grad_(trains)
+
+
+def _form(tensor: Tensor) -> tuple[int, torch.Size, torch.dtype]:
+    return tensor.data_ptr(), tensor.shape, tensor.dtype
+
+
+def with_loss(loss: Any, model: nn.Module | None = None) -> Any:
+    """One module that has a model and its loss, so that the state of both is found."""
+    both: Any = nn.Module()
+    both.model = model
+    both.loss = loss
+    return both
 
 
 @contextlib.contextmanager
@@ -221,32 +227,30 @@ def attributes_kept(layers: Iterable[nn.Module], loss: Any = None) -> Iterator[N
         layers: a sequence; weights and buffers are the caller's.
         loss: of its output, whose variables are kept, too.
     """
-    root = nn.Module()
-    root.layers = nn.ModuleList(layers)
-    root.loss = loss
-    states = States(root)
-    state = None
-    if not any(hasattr(layer, "shell") for layer in root.layers):
+    roots = nn.ModuleList(layers)
+    states = States(with_loss(loss, roots))
+    apart: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if not any(hasattr(layer, "shell") for layer in roots):
         with contextlib.suppress(ModelError):
-            state = states.fresh(())
-    if state is None:
-        yield
-        return
-    with states.used(state):
+            apart = states.apart(())
+    with apart:
         yield
 
 
 def fill_zeros(model: nn.Module) -> None:
     """Replaces the weights that are all 0 by random ones: a 0 hides what it multiplies, and its gradient."""
     generator = torch.Generator().manual_seed(0)
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if type(parameter) is nn.Parameter and parameter.is_floating_point() and not parameter.is_meta:
-                if id(parameter) not in made and not parameter.count_nonzero():
-                    values = torch.randn(parameter.shape, generator=generator).mul_(0.1).to(parameter)
-                    made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
-                module._parameters[name] = made.get(id(parameter), parameter)
+
+    def drawn(weight: Tensor) -> Tensor:
+        return torch.randn(weight.shape, generator=generator).mul_(0.1).to(weight)
+
+    stand_in([NamedLayer(0, "", model)], drawn, _is_zero)
+
+
+def _is_zero(tensor: Tensor) -> bool:
+    if type(tensor) is not nn.Parameter or not tensor.is_floating_point() or tensor.is_meta:
+        return False
+    return not tensor.count_nonzero()
 
 
 def seed_torch(number: int) -> None:

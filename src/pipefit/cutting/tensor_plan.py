@@ -16,6 +16,9 @@ from pipefit.parallel import shared_modules as ways
 
 Rules = dict[nn.Module, TensorRule]
 
+Kinds = Mapping[str, str]
+"""The plan of a model: kinds of sharding by paths."""
+
 _LINEAR = {
     "colwise": ways.Columns,
     "colwise_gather_output": ways.JoinedColumns,
@@ -38,7 +41,7 @@ def tensor_rules(model: nn.Module) -> Rules:
     """
     base = without_adapters(model)
     if is_transformers(model):
-        plan: Mapping[str, str] = getattr(base, "tp_plan", None) or {}
+        plan: Kinds = getattr(base, "tp_plan", None) or {}
     else:
         plan = {}
     modules = dict(base.named_modules())
@@ -75,7 +78,7 @@ def _rule(way: type[nn.Module], module: nn.Module, shards: Mapping[str, ShardSpe
     return TensorRule(kind, shards, lambda _: sizes, may_stay_whole=way in _WHOLE_OUTSIDE)
 
 
-def _rules_of(path: str, module: nn.Module, kind: str, parent: nn.Module, plan: Mapping[str, str]) -> Rules:
+def _rules_of(path: str, module: nn.Module, kind: str, parent: nn.Module, plan: Kinds) -> Rules:
     """The rules that a kind means for a module, and for the modules of an adapter around it.
 
     Raises:
@@ -110,7 +113,7 @@ def _rules_of(path: str, module: nn.Module, kind: str, parent: nn.Module, plan: 
     )
 
 
-def _shards_of(path: str, parameters: Mapping[str, nn.Parameter], plan: Mapping[str, str]) -> dict[str, ShardSpec]:
+def _shards_of(path: str, parameters: Mapping[str, nn.Parameter], plan: Kinds) -> dict[str, ShardSpec]:
     """The splits of the parameters for which a plan has a known kind."""
     shards = {}
     for name, parameter in parameters.items():

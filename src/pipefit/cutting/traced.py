@@ -34,7 +34,7 @@ from pipefit.cutting.own import Arguments, Leaves, Paths, Result
 from pipefit.cutting.shell import CutLayer, Enter, Payload, entering, node_at, share_tensors
 from pipefit.errors import ModelError
 from pipefit.stage.opened import Rest
-from pipefit.stage.split import NamedLayer
+from pipefit.stage.split import NamedLayer, own_tensors
 
 _LIBRARY = torch.ops.aten
 _RECURRENT = {_LIBRARY.lstm, _LIBRARY.gru, _LIBRARY.rnn_tanh, _LIBRARY.rnn_relu}
@@ -61,6 +61,10 @@ _WEIGHTS, _INPUTS, _VALUES = range(3)
 """The sources of a segment's arguments: the layer's weights, the leaves of the batch, and the values that enter."""
 
 
+Source = tuple[int, Callable[[Any], Any]]
+"""The number of an argument's source, and a function that takes it from there."""
+
+
 class Segment(NamedTuple):
     """The operations of a layer.
 
@@ -71,7 +75,7 @@ class Segment(NamedTuple):
     """
 
     run: fx.GraphModule
-    sources: Sequence[tuple[int, Callable[[Any], Any]]]
+    sources: Sequence[Source]
     is_recurrent: bool = False
 
     @classmethod
@@ -84,7 +88,7 @@ class Segment(NamedTuple):
             nodes: those computed here, and placeholders.
             leaving: nodes or plain values.
         """
-        sources: dict[fx.Node, tuple[int, Callable[[Any], Any]]] = {}
+        sources: dict[fx.Node, Source] = {}
         for place, node in enumerate(entering):
             sources[node] = _VALUES, itemgetter(place)
         for place, node in enumerate(flow.inputs):
@@ -342,7 +346,7 @@ class Traced:
             holder = nn.Module()
             norms: dict[nn.Module, nn.Module] = {}
             for path, module in model.named_modules(remove_duplicate=False):
-                if not held[number].isdisjoint(map(id, _tensors(module))):
+                if not held[number].isdisjoint(map(id, own_tensors(module))):
                     _place(holder, path, module, held[number], norms)
             self.holders.append(holder)
             layers.append(NamedLayer(number, "", CutLayer(self, number, holder), label))
@@ -376,12 +380,6 @@ def _labels(flow: Flow, layers: Layers, given: Paths) -> list[str]:
     return labels
 
 
-def _tensors(module: nn.Module) -> list[Tensor]:
-    """A module's own parameters and buffers."""
-    every = [*module._parameters.values(), *module._buffers.values()]
-    return [tensor for tensor in every if tensor is not None]
-
-
 def _place(root: nn.Module, path: str, module: nn.Module, mine: set[int], norms: dict[nn.Module, nn.Module]) -> None:
     """Puts a module into a layer that has tensors of it, or a bare one in its place.
 
@@ -392,7 +390,7 @@ def _place(root: nn.Module, path: str, module: nn.Module, mine: set[int], norms:
         mine: ids of the layer's tensors.
         norms: the layer's batch norms without children, by the model's own.
     """
-    has_all = mine.issuperset(map(id, _tensors(module)))
+    has_all = mine.issuperset(map(id, own_tensors(module)))
     parent, _, name = path.rpartition(".")
     if has_all and path and not module._modules:
         node_at(root, parent)._modules[name] = module

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipefit.stage.instead import Instead
 
 _OF_SHAPES = {
     f"aten::{name}"
@@ -44,6 +45,16 @@ _FOR_PEOPLE = {Tensor.__repr__, Tensor.__format__}
 
 _WITHOUT_TENSORS = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout))
 """Types of the arguments of operations that hold no tensors."""
+
+
+Storages = list[tuple[int, Any]]
+"""Storages with their ids."""
+
+Places = tuple[tuple[int, str], ...]
+"""Places and names of arguments."""
+
+InCode = tuple[str, str]
+"""The path of a module whose code runs, and the line, for people."""
 
 
 class Origin(NamedTuple):
@@ -96,7 +107,7 @@ class Tracker(TorchDispatchMode):
         global _followed_by
         before, _followed_by = _followed_by, self
         try:
-            with _Direct(self), self:
+            with Instead(_READS | _FOR_PEOPLE, self._direct), self:
                 yield
         finally:
             _followed_by = before
@@ -146,6 +157,13 @@ class Tracker(TorchDispatchMode):
             return value
         return self.on_read(found, value)
 
+    def _direct(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Reports a function that reads memory without an operation, unless it is for people."""
+        if func in _FOR_PEOPLE:
+            with self.quiet():
+                return func(*args, **kwargs)
+        return self.read(args[:1], func(*args, **kwargs))
+
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
         """The context in which reads are not reported."""
@@ -180,23 +198,6 @@ class Tracker(TorchDispatchMode):
         return result
 
 
-class _Direct(TorchFunctionMode):
-    """Reports functions that read memory without an operation."""
-
-    def __init__(self, tracker: Tracker) -> None:
-        super().__init__()
-        self._tracker = tracker
-
-    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _FOR_PEOPLE:
-            with self._tracker.quiet():
-                return func(*args, **(kwargs or {}))
-        value = func(*args, **(kwargs or {}))
-        if func in _READS:
-            return self._tracker.read(args[:1], value)
-        return value
-
-
 _followed_by: Tracker | None = None
 
 
@@ -213,7 +214,7 @@ def arrived(tensor: Tensor) -> None:
         _followed_by.forget(tensor)
 
 
-def place_in_code(model: nn.Module) -> tuple[str, str]:
+def place_in_code(model: nn.Module) -> InCode:
     """The path of the module of a model whose code runs now, and the line, for people."""
     return _place(model, traceback.walk_stack(sys._getframe(1)))
 
@@ -233,7 +234,7 @@ def is_innermost(module: nn.Module, model: nn.Module) -> bool:
     return False
 
 
-def place_of(problem: BaseException, model: nn.Module) -> tuple[str, str]:
+def place_of(problem: BaseException, model: nn.Module) -> InCode:
     """The path of the module of a model whose code raised an error, and the line, for people."""
     frames = list(traceback.walk_tb(problem.__traceback__))
     return _place(model, reversed(frames))
@@ -245,7 +246,7 @@ def described(problem: BaseException, model: nn.Module) -> str:
     return f"{type(problem).__name__} in {path} ({line}): {problem}"
 
 
-def _place(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
+def _place(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> InCode:
     """The first frame of the user's code, and the first module of the model at or after it."""
     paths = {module: path for path, module in model.named_modules()}
     kind = type(model).__name__
@@ -266,14 +267,14 @@ def _is_of_torch(frame: FrameType) -> bool:
     return package in ("torch", "pipefit")
 
 
-def storages_of(tree: Any) -> list[tuple[int, Any]]:
+def storages_of(tree: Any) -> Storages:
     """The storages of the tensors of a tree, with ids; of a parameter, or a tensor without a storage, itself."""
-    found: list[tuple[int, Any]] = []
+    found: Storages = []
     _gather_storages(tree, found)
     return found
 
 
-def _gather_storages(tree: Any, found: list[tuple[int, Any]]) -> None:
+def _gather_storages(tree: Any, found: Storages) -> None:
     kind = type(tree)
     if kind in _WITHOUT_TENSORS:
         return
@@ -308,7 +309,7 @@ class _Operation(NamedTuple):
     is_of_shapes: bool = False
     is_read: bool = False
     is_indexing: bool = False
-    writes: tuple[tuple[int, str], ...] = ()
+    writes: Places = ()
 
 
 @functools.cache
@@ -321,7 +322,7 @@ def _operation(func: Any) -> _Operation:
     return _Operation(name in _OF_SHAPES, is_read, is_indexing, writes_of(func))
 
 
-def writes_of(operation: OpOverload) -> tuple[tuple[int, str], ...]:
+def writes_of(operation: OpOverload) -> Places:
     """The places and names of the arguments that an operation writes into, by its schema."""
     found = []
     for place, argument in enumerate(operation._schema.arguments):

@@ -85,14 +85,12 @@ def _named(timelines: Timelines) -> list[tuple[str, Timeline]]:
 
 def _colours(chunks: list[int]) -> str:
     """The palette: variables for the page, rules for cells of pictures with 1, 2, … chunks."""
-    day, day_rules = _palette(chunks, is_dark=False)
-    night, night_rules = _palette(chunks, is_dark=True)
-    media = "@media (prefers-color-scheme:dark)"
-    return f"{day}{media}{{{night}}}{day_rules}{media}{{{night_rules}}}"
+    day = _palette(chunks, is_dark=False)
+    night = _palette(chunks, is_dark=True)
+    return f"{day}@media (prefers-color-scheme:dark){{{night}}}"
 
 
-def _palette(chunks: list[int], is_dark: bool) -> tuple[str, str]:
-    """The variables and the rules of one palette."""
+def _palette(chunks: list[int], is_dark: bool) -> str:
     variables = ";".join(f"--{name}:{colours[is_dark]}" for name, colours in INKS.items())
     rules = [cell_rules(f".chunks-{count}", count, is_dark) for count in chunks]
-    return f":root{{{variables}}}", "".join(rules)
+    return "".join([f":root{{{variables}}}", *rules])

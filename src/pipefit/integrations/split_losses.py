@@ -23,6 +23,7 @@ from pipefit.integrations.one_replica import from_rank
 from pipefit.pipeline.batches import samples_of
 from pipefit.runtime.microbatches import MicroBatch, cut, feed_of
 from pipefit.spec.options import Request
+from pipefit.stage.accelerator import CPU
 
 Arguments = dict[str, Any]
 """Tensors and plain values by the names of the model's arguments."""
@@ -125,7 +126,7 @@ def _rule(trainer: Any, batch: Batch) -> str:
         # A sample with one label, so that means over labels and over samples differ.
         labels = few["labels"][1].view(-1)
         labels[labels.ne(IGNORED).nonzero()[1:]] = IGNORED
-    items = trainer._get_num_items_in_batch([few], torch.device("cpu"))
+    items = trainer._get_num_items_in_batch([few], CPU)
     was_training = model.training
     model.eval()
     losses = []

@@ -8,7 +8,7 @@ collectives cross ranks.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from pipefit.ir.instruction import Indices, Instruction
@@ -82,12 +82,7 @@ def _linked(program: Program) -> Graph:
 
 
 def graph_of_messages(program: Program) -> Graph:
-    """A new graph without dependencies inside ranks: only what crosses ranks, which is kept with the program."""
-    kept = program.once("messages", lambda: _graph_of_messages(program))
-    return replace(kept, preds=[()] * len(kept.instructions), missing=[])
-
-
-def _graph_of_messages(program: Program) -> Graph:
+    """A graph without dependencies inside ranks: only what crosses ranks."""
     starts: list[int] = [0]
     flat: list[Instruction] = []
     rank_of = []
@@ -98,7 +93,7 @@ def _graph_of_messages(program: Program) -> Graph:
     partner, unmatched = _match_messages(flat, rank_of)
     collectives = _collectives(program, flat, rank_of)
     members = {number: index for index, group in enumerate(collectives) for number in group}
-    return Graph(program, starts, flat, rank_of, [], [], partner, unmatched, collectives, members)
+    return Graph(program, starts, flat, rank_of, [()] * len(flat), [], partner, unmatched, collectives, members)
 
 
 def _link_rank(program: Program, rank: int, graph: Graph) -> None:
@@ -179,9 +174,7 @@ def collective_members(header: Header, instruction: Instruction) -> Indices:
     """
     stage = instruction.stage
     everyone = tuple(range(header.num_ranks))
-    if instruction.op is Op.BARRIER:
-        return everyone
-    if instruction.kind == Reduction.NORM and stage < 0:
+    if stage < 0:
         return everyone
     if instruction.kind == Reduction.TIED:
         return tuple(rank for rank in everyone if tied_stages(header, stage, rank))

@@ -85,11 +85,6 @@ def bwd_weight(stage: int, mb: int) -> Instruction:
     return Instruction(Op.BWD_WEIGHT, stage, mb)
 
 
-def recompute(stage: int, mb: int) -> Instruction:
-    """A replay of a forward."""
-    return Instruction(Op.RECOMPUTE, stage, mb)
-
-
 def forward_backward(stage: int, mbs: Sequence[int]) -> list[Instruction]:
     """A forward and its backward for each micro-batch."""
     return [op(stage, mb) for mb in mbs for op in (fwd, bwd)]
@@ -101,8 +96,14 @@ Instructions = Sequence[Instruction]
 StageAt = tuple[int, int]
 """A stage, and one of its micro-batches, updates or versions."""
 
+StageNumbers = dict[StageAt, int]
+"""An index or a version for each of some stages and their micro-batches, updates or versions."""
+
 ValueKey = tuple[str, int, int]
 """The kind, the stage and the micro-batch of a value."""
 
 Indices = tuple[int, ...]
 """Stages, ranks, micro-batches or instructions, by their numbers."""
+
+Groups = tuple[Indices, ...]
+"""Several of these together, such as the ranks of each stage, or stages that share a weight."""

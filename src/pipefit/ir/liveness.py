@@ -14,7 +14,7 @@ from operator import attrgetter, itemgetter
 import msgspec
 
 from pipefit.ir.graph import FEW_SENDS
-from pipefit.ir.instruction import Instruction, Instructions, StageAt
+from pipefit.ir.instruction import Instruction, Instructions, StageAt, StageNumbers
 from pipefit.ir.op import COMPUTE_OPS, FORWARD_OPS, OP_SPEC, WEIGHT_GRADIENT_OPS, WHOLE_OF, Op, Reduction, Work
 from pipefit.ir.program import Header, Program
 from pipefit.ir.spill import SLOTTED
@@ -201,7 +201,7 @@ def early_sums(program: Program, rank: int) -> dict[int, Instruction]:
     They have no other collective before them, so that the order of the rank's collectives stays the same.
     """
     found: dict[int, Instruction] = {}
-    last: dict[StageAt, int] = {}
+    last: StageNumbers = {}
     collective = -1
     for index, i in enumerate(program.ranks[rank]):
         stage = i.stage
@@ -217,13 +217,13 @@ def early_sums(program: Program, rank: int) -> dict[int, Instruction]:
     return found
 
 
-def _sums(program: Program, rank: int, early: Mapping[int, Instruction]) -> tuple[list[Lifetime], dict[StageAt, int]]:
+def _sums(program: Program, rank: int, early: Mapping[int, Instruction]) -> tuple[list[Lifetime], StageNumbers]:
     """The memory of a rank's sums of which it keeps a part, and the index at which the first of each update is needed.
 
     It is held from the beginning of a sum until its gradients are freed or stepped.
     """
     found = []
-    ends: dict[StageAt, int] = {}
+    ends: StageNumbers = {}
     under_way: dict[int, list[Lifetime]] = defaultdict(list)
     for index, i in enumerate(program.ranks[rank]):
         stage = i.stage

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from pipefit.errors import ScheduleError, check_figures
-from pipefit.ir.instruction import Indices, Instruction, StageAt
+from pipefit.ir.instruction import Groups, Indices, Instruction, StageAt
 from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.ir.spill import Spill
 from pipefit.spec.plan import COMING_AND_GOING, SHARDS, Shard
@@ -70,12 +70,12 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     """
 
     schedule: str
-    placement: tuple[Indices, ...]
+    placement: Groups
     num_microbatches: int
     num_steps: int
     weights: WeightRule
     updates: Indices
-    ties: tuple[Indices, ...] = ()
+    ties: Groups = ()
     clip: bool = False
     commit: bool = False
     shard: Shard = "none"

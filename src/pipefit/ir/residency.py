@@ -10,11 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipefit.ir.instruction import Indices, ValueKey
-from pipefit.ir.op import WEIGHT_GRADIENT_OPS, Kind, Op
+from pipefit.ir.op import WEIGHT_GRADIENT_OPS, Op
 from pipefit.ir.program import Program
-
-_WEIGHTS = Kind.WEIGHTS.value
-_WGRAD = Kind.WGRAD.value
+from pipefit.ir.values import WEIGHTS, WGRAD
 
 
 @dataclass
@@ -100,17 +98,17 @@ def _pass(program: Program, rank: int, copies: _Copies) -> tuple[dict[int, Indic
         stage = i.stage
         found: list[int | None] = []
         value = (kind, stage, i.version)
-        weights = (_WEIGHTS, stage, i.version)
-        gradients = (_WGRAD, stage, i.version)
+        weights = (WEIGHTS, stage, i.version)
+        gradients = (WGRAD, stage, i.version)
         if op is Op.FETCH:
             writer = written.get(value)
             leaver = freed.get((kind, i.slot))
             found = [writer, leaver]
-            if kind == _WEIGHTS:
+            if kind == WEIGHTS:
                 if writer is not None and writer == leaver:
                     kept.append(index)
-                found.append(freed.get((_WGRAD, i.slot)))
-            elif kind == _WGRAD:
+                found.append(freed.get((WGRAD, i.slot)))
+            elif kind == WGRAD:
                 found.append(fetched.get(weights))
             home[kind, stage] = i.slot
             fetched[value] = index
@@ -118,16 +116,16 @@ def _pass(program: Program, rank: int, copies: _Copies) -> tuple[dict[int, Indic
             written[value] = index
             copies.leave(kind, stage, index)
         elif op is Op.DROP:
-            copies.leave(_WEIGHTS, stage, index)
+            copies.leave(WEIGHTS, stage, index)
         elif op is Op.STEP:
-            copies.leave(_WGRAD, stage, index)
+            copies.leave(WGRAD, stage, index)
         elif op is Op.HOST_STEP:
             found = [written.get(weights), written.get(gradients), fetched.get(weights)]
-            written[_WEIGHTS, stage, i.version + 1] = index
-        elif op in WEIGHT_GRADIENT_OPS and (_WEIGHTS, stage) in home:
-            home[_WGRAD, stage] = home[_WEIGHTS, stage]
+            written[WEIGHTS, stage, i.version + 1] = index
+        elif op in WEIGHT_GRADIENT_OPS and (WEIGHTS, stage) in home:
+            home[WGRAD, stage] = home[WEIGHTS, stage]
             update = program.header.update_of(stage, i.mb)
-            found = [fetched.get((_WGRAD, stage, update))]
+            found = [fetched.get((WGRAD, stage, update))]
         known = {n for n in found if n is not None}
         if known:
             waits[index] = tuple(sorted(known))

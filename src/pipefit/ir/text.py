@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pipefit.errors import PipefitError, ProgramError, ScheduleError, nearest
 from pipefit.ir.collector import collector_paused
-from pipefit.ir.instruction import PREFIX, Indices, Instruction, arrow
+from pipefit.ir.instruction import PREFIX, Groups, Indices, Instruction, arrow
 from pipefit.ir.op import OP_SPEC, Kind, Op, Reduction
 from pipefit.ir.program import Header, Program, WeightRule, check_size
 from pipefit.ir.spill import Spill
@@ -25,9 +26,10 @@ MOST_MISSING = 1000
 def dump(program: Program) -> str:
     """The text of a program."""
     lines = [_FORMAT]
-    for name, (write, _) in _LINES.items():
-        for words in write(program.header):
-            lines.append(f"{name} {words}".rstrip())
+    header = program.header
+    for name, (field, write, _) in _LINES.items():
+        if getattr(header, field) != _USUAL.get(field):
+            lines.append(f"{name} {write(header)}".rstrip())
     for rank, instructions in enumerate(program.ranks):
         lines += ["", f"rank {rank}"]
         lines += [f"  {instruction}" for instruction in instructions]
@@ -66,7 +68,8 @@ def parse(text: str, where: str = "program") -> Program:
             elif words[0] in named and words[0] != "tie":
                 raise ProgramError(f"the header has a line {words[0]!r} already")
             elif words[0] in _LINES:
-                found = _LINES[words[0]][1](words[1:])
+                _, _, read = _LINES[words[0]]
+                found = read(words[1:])
                 if words[0] == "tie":
                     fields |= {"ties": fields["ties"] + found["ties"]}
                 else:
@@ -118,11 +121,8 @@ def _spaced(numbers: Iterable[int]) -> str:
     return " ".join(map(str, numbers))
 
 
-def _spill_words(header: Header) -> list[str]:
-    """The words of a header for its `Spill`: "host weights 2 optim 2 stages 0 1 2"."""
-    spill = header.spill
-    if spill is None:
-        return []
+def _spill_words(spill: Spill) -> str:
+    """The words of a `Spill`: "host weights 2 optim 2 stages 0 1 2"."""
     text = f"{spill.tier} weights {spill.weights_slots} optim {spill.optim_slots} stages {_spaced(spill.stages)}"
     if spill.activations:
         text += " activations"
@@ -130,7 +130,7 @@ def _spill_words(header: Header) -> list[str]:
         text += f" on-host {_spaced(spill.on_host)}"
     if spill.keeps:
         text += f" keeps {_spaced(spill.keeps)}"
-    return [text]
+    return text
 
 
 def _spill(words: list[str]) -> Spill:
@@ -156,47 +156,42 @@ def _cut_off(word: str, words: list[str]) -> tuple[list[str], Indices]:
 _REQUIRED = ("schedule", "microbatches", "steps", "weights", "placement", "updates")
 _Fields = dict[str, Any]
 """Some fields of a header, by their names."""
-_Line = tuple[Callable[[Header], list[str]], Callable[[list[str]], _Fields]]
-"""A line of a header: how it is written (a tie has several, some have none) and read."""
+_Line = tuple[str, Callable[[Header], str], Callable[[list[str]], _Fields]]
+"""A line of a header: its field, how it is written, and read. It is left out where the field has its default."""
+
+
+def _line(field: str, write: Callable[[Any], str], read: Callable[[list[str]], Any]) -> _Line:
+    """A line of one field."""
+    return field, lambda header: write(getattr(header, field)), lambda words: {field: read(words)}
 
 
 def _number(field: str) -> _Line:
-    """A line with a number; there is none for 0."""
-
-    def write(header: Header) -> list[str]:
-        value = getattr(header, field)
-        if value:
-            return [str(value)]
-        return []
-
-    return write, lambda words: {field: _whole(_only(words))}
+    return _line(field, str, lambda words: _whole(_only(words)))
 
 
 def _flag(field: str) -> _Line:
     """A line without words, which is there or not."""
 
-    def read(words: list[str]) -> _Fields:
+    def read(words: list[str]) -> bool:
         if words:
             raise ProgramError(f"{field} takes no words, got {' '.join(words)!r}; without it, leave out the line")
-        return {field: True}
+        return True
 
-    return lambda header: [""] * getattr(header, field), read
-
-
-def _placement_words(header: Header) -> list[str]:
-    return [" ".join("+".join(map(str, ranks)) for ranks in header.placement)]
+    return _line(field, lambda value: "", read)
 
 
-def _read_placement(words: list[str]) -> _Fields:
-    return {"placement": tuple(_numbers(ranks.split("+")) for ranks in words)}
+def _placement_words(placement: Iterable[Indices]) -> str:
+    return " ".join("+".join(map(str, ranks)) for ranks in placement)
 
 
-def _tensor_words(header: Header) -> list[str]:
-    if header.tensor == 1:
-        return []
+def _read_placement(words: list[str]) -> Groups:
+    return tuple(_numbers(ranks.split("+")) for ranks in words)
+
+
+def _tensor_words(header: Header) -> str:
     if header.pieces:
-        return [f"{header.tensor} pieces"]
-    return [str(header.tensor)]
+        return f"{header.tensor} pieces"
+    return str(header.tensor)
 
 
 def _read_tensor(words: list[str]) -> _Fields:
@@ -206,18 +201,10 @@ def _read_tensor(words: list[str]) -> _Fields:
     return {"tensor": _whole(_only(words)), "pieces": has_pieces}
 
 
-def _shares_words(header: Header) -> list[str]:
-    if header.shares:
-        return [_spaced(header.shares)]
-    return []
-
-
-def _sharded_words(header: Header) -> list[str]:
-    if header.shard == "none":
-        return []
+def _sharded_words(header: Header) -> str:
     if header.shard == "optimizer":
-        return ["optimizer"]
-    return [f"{header.shard} {header.shard_slots}"]
+        return "optimizer"
+    return f"{header.shard} {header.shard_slots}"
 
 
 def _read_sharded(words: list[str]) -> _Fields:
@@ -231,22 +218,24 @@ def _read_sharded(words: list[str]) -> _Fields:
 
 
 _LINES: dict[str, _Line] = {
-    "schedule": (lambda h: [h.schedule], lambda words: {"schedule": " ".join(words)}),
+    "schedule": _line("schedule", str, " ".join),
     "microbatches": _number("num_microbatches"),
     "steps": _number("num_steps"),
-    "weights": (lambda h: [h.weights.value], lambda words: {"weights": WeightRule(_only(words))}),
-    "placement": (_placement_words, _read_placement),
-    "updates": (lambda h: [_spaced(h.updates)], lambda words: {"updates": _numbers(words)}),
-    "tie": (lambda h: [_spaced(tie) for tie in h.ties], lambda words: {"ties": (_numbers(words),)}),
+    "weights": _line("weights", str, lambda words: WeightRule(_only(words))),
+    "placement": _line("placement", _placement_words, _read_placement),
+    "updates": _line("updates", _spaced, _numbers),
+    # Each tie has a line.
+    "tie": _line("ties", lambda ties: "\ntie ".join(map(_spaced, ties)), lambda words: (_numbers(words),)),
     "clip": _flag("clip"),
     "commit": _flag("commit"),
-    "sharded": (_sharded_words, _read_sharded),
-    "tensor": (_tensor_words, _read_tensor),
-    "spill": (_spill_words, lambda words: {"spill": _spill(words)}),
+    "sharded": ("shard", _sharded_words, _read_sharded),
+    "tensor": ("tensor", _tensor_words, _read_tensor),
+    "spill": _line("spill", _spill_words, _spill),
     "frozen": _number("frozen"),
-    "shares": (_shares_words, lambda words: {"shares": _numbers(words)}),
+    "shares": _line("shares", _spaced, _numbers),
 }
-"""The lines of a header: how each is written (a tie has several, some have none) and read."""
+_USUAL = dict(zip(reversed(Header.__struct_fields__), reversed(Header.__struct_defaults__), strict=False))
+"""The default of each field that has one."""
 
 
 def parse_instruction(text: str) -> Instruction:
@@ -262,63 +251,47 @@ def parse_instruction(text: str) -> Instruction:
 
 
 def _instruction(words: list[str]) -> Instruction:
-    word = words[0]
-    if word not in _FORMS:
-        raise ProgramError(f"unknown operation {word!r}; {nearest(word, [op.value for op in Op])}")
-    op, operands = _FORMS[word]
+    name = words[0]
+    if name not in _FORMS:
+        raise ProgramError(f"unknown operation {name!r}; {nearest(name, _FORMS)}")
+    op, operands = _FORMS[name]
     if len(words) != len(operands) + 1:
         fields = OP_SPEC[op].fields
         given = words[1:]
-        raise ProgramError(f"{word} takes {' '.join(fields) or 'no operands'}, got {' '.join(given) or 'none'!r}")
+        raise ProgramError(f"{name} takes {' '.join(fields) or 'no operands'}, got {' '.join(given) or 'none'!r}")
     values = _ABSENT.copy()
     try:
-        for number, field, known in operands:
-            values[field] = known[words[number]]
+        for word, (place, field, prefix) in zip(words[1:], operands, strict=True):
+            values[place] = _operand(field, prefix, word)
     except ProgramError as problem:
-        raise ProgramError(f"{word}: {problem}") from None
+        raise ProgramError(f"{name}: {problem}") from None
     return Instruction(op, *values)
 
 
-class _Operands(dict[str, int | str]):
-    """Operands of a field by their text, each read when it first occurs.
-
-    Args:
-        field: the name of a field of instructions.
-        prefix: the letter before its numbers.
-    """
-
-    def __init__(self, field: str, prefix: str) -> None:
-        self._field = field
-        self._prefix = prefix
-
-    def __missing__(self, text: str) -> int | str:
-        if self._field == "kind" and text not in _KINDS:
-            raise ProgramError(f"unknown kind {text!r}; {nearest(text, _KINDS)}")
-        value: int | str = text
-        if self._prefix:
-            value = self._number(text)
-        self[text] = value
-        return value
-
-    def _number(self, text: str) -> int:
-        number = text.removeprefix(self._prefix)
-        if number != text:
-            if number == "*" and self._field != "peer":
-                return -1
-            if re.fullmatch(_NUMBER, number):
-                return int(number)
-        raise ProgramError(f"expected {self._field} as {self._prefix}0, {self._prefix}1, …, got {text!r}")
+@cache
+def _operand(field: str, prefix: str, word: str) -> int | str:
+    """An operand of an instruction from its word; a prefix is the letter before a number."""
+    if field == "kind" and word not in _KINDS:
+        raise ProgramError(f"unknown kind {word!r}; {nearest(word, _KINDS)}")
+    if not prefix:
+        return word
+    number = word.removeprefix(prefix)
+    if number != word:
+        if number == "*" and field != "peer":
+            return -1
+        if re.fullmatch(_NUMBER, number):
+            return int(number)
+    raise ProgramError(f"expected {field} as {prefix}0, {prefix}1, …, got {word!r}")
 
 
 _FIELDS = Instruction.__struct_fields__[1:]
 _ABSENT = list(Instruction.__struct_defaults__)
-_READ = {name: _Operands(name, PREFIX.get(name, "")) for name in _FIELDS if name != "peer"}
-# Each operation by its word, with the number of each operand's word, the place of its field, and its reader.
-_FORMS: dict[str, tuple[Op, tuple[tuple[int, int, _Operands], ...]]] = {}
+# Each operation by its word, with the place, the field and the prefix of each operand.
+_FORMS: dict[str, tuple[Op, list[tuple[int, str, str]]]] = {}
 for _op, _spec in OP_SPEC.items():
-    _readers = dict(_READ, peer=_Operands("peer", arrow(_op)))
-    _operands = [(n, _FIELDS.index(name), _readers[name]) for n, name in enumerate(_spec.fields, 1)]
-    _FORMS[_op.value] = _op, tuple(_operands)
+    _prefixes = dict(PREFIX, peer=arrow(_op))
+    _operands = [(_FIELDS.index(name), name, _prefixes.get(name, "")) for name in _spec.fields]
+    _FORMS[_op.value] = _op, _operands
 
 
 def save(program: Program, path: str | Path) -> Path:

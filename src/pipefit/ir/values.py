@@ -46,21 +46,7 @@ class Value(msgspec.Struct, frozen=True, order=True, gc=False):
 
 Values = tuple[Value, ...]
 Rule = Callable[[Instruction, Program, int], Values]
-
-
-def needs(instruction: Instruction, program: Program, rank: int) -> Values:
-    """The values that must be on the rank before the instruction can run."""
-    return NEEDS[instruction.op](instruction, program, rank)
-
-
-def makes(instruction: Instruction, program: Program, rank: int) -> Values:
-    """The values that are on the rank once the instruction is done."""
-    return MAKES[instruction.op](instruction, program, rank)
-
-
-def consumes(instruction: Instruction, program: Program, rank: int) -> Values:
-    """The values that are gone from the rank once the instruction is done."""
-    return CONSUMES[instruction.op](instruction, program, rank)
+"""The values of an instruction of a program on a rank."""
 
 
 def tied_stages(header: Header, stage: int, rank: int) -> Indices:
@@ -73,7 +59,7 @@ def tied_stages(header: Header, stage: int, rank: int) -> Indices:
 
 def reduced_stages(header: Header, kind: str, stage: int, rank: int) -> Indices:
     """The stages of a rank whose gradients a reduction takes."""
-    if kind == Reduction.NORM and stage < 0:
+    if stage < 0:
         return header.stages_of(rank)
     if kind == Reduction.TIED:
         return tied_stages(header, stage, rank)
@@ -274,7 +260,11 @@ def _rule(names: tuple[str, ...]) -> Rule:
     return _nothing
 
 
-# By operation, for loops over whole programs.
 NEEDS = {op: _rule(spec.needs) for op, spec in OP_SPEC.items()}
+"""For each operation the values that must be on the rank before it can run."""
+
 MAKES = {op: _rule(spec.makes) for op, spec in OP_SPEC.items()}
+"""For each operation the values that are on the rank once it is done."""
+
 CONSUMES = {op: _rule(spec.consumes) for op, spec in OP_SPEC.items()}
+"""For each operation the values that are gone from the rank once it is done."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from pipefit.ir.instruction import Instructions, StageAt
+from pipefit.ir.instruction import Instructions, StageAt, StageNumbers
 from pipefit.ir.op import WEIGHT_GRADIENT_OPS, Op
 from pipefit.ir.program import Header, WeightRule
 
@@ -23,12 +23,12 @@ def required_versions(header: Header, ranks: Sequence[Instructions]) -> Mapping[
     return _by_rule(header, ranks, pairs) | dict.fromkeys(frozen, 0)
 
 
-def _by_rule(header: Header, ranks: Sequence[Instructions], pairs: Sequence[StageAt]) -> dict[StageAt, int]:
+def _by_rule(header: Header, ranks: Sequence[Instructions], pairs: Sequence[StageAt]) -> StageNumbers:
     if header.weights is WeightRule.FLUSH:
         return {(stage, mb): header.update_of(stage, mb) for stage, mb in pairs}
     if header.weights is WeightRule.DOUBLE:
         return {(stage, mb): max(header.update_of(stage, mb) - 1, 0) for stage, mb in pairs}
-    newest: dict[StageAt, int] = {}
+    newest: StageNumbers = {}
     for rank, instructions in enumerate(ranks):
         newest.update(_newest(header, rank, instructions))
     if header.weights is WeightRule.STASH:
@@ -36,7 +36,7 @@ def _by_rule(header: Header, ranks: Sequence[Instructions], pairs: Sequence[Stag
     return {(stage, mb): newest.get((header.frozen, mb), 0) for stage, mb in pairs}
 
 
-def _newest(header: Header, rank: int, instructions: Instructions) -> dict[StageAt, int]:
+def _newest(header: Header, rank: int, instructions: Instructions) -> StageNumbers:
     """Number of updates that each stage of the rank has finished when the forward of each micro-batch starts."""
     stages = header.stages_of(rank)
     pending: Counter[StageAt] = Counter()
@@ -44,7 +44,7 @@ def _newest(header: Header, rank: int, instructions: Instructions) -> dict[Stage
         for mb in header.microbatches_of(stage, rank):
             pending[stage, header.update_of(stage, mb)] += 1
     finished = dict.fromkeys(stages, 0)
-    result: dict[StageAt, int] = {}
+    result: StageNumbers = {}
     for i in instructions:
         stage = i.stage
         if i.op is Op.FWD:

@@ -28,17 +28,6 @@ def require_positive(model: str, **sizes: int) -> None:
             raise ModelError(f"{model}: {name} must be a whole number of at least 1, got {size!r}")
 
 
-def require_multiple(model: str, whole: str, size: int, part: str, divisor: int) -> None:
-    """Refuses a `whole` that its `part` does not divide, and names the nearest sizes that work."""
-    if size % divisor:
-        below = size // divisor * divisor
-        above = -(-size // divisor) * divisor
-        options = " or ".join(str(near) for near in (below, above) if near)
-        raise ModelError(
-            f"{model}: {whole}={size} is not a multiple of {part}={divisor}; nearest that work: {whole}={options}"
-        )
-
-
 def require_probability(model: str, **rates: float) -> None:
     """Refuses a rate outside [0, 1)."""
     for name, rate in rates.items():

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipefit.models.blocks import chain, require_multiple, require_positive, require_probability
+from pipefit.errors import ModelError
+from pipefit.models.blocks import chain, require_positive, require_probability
 
 if TYPE_CHECKING:
     from pipefit.parallel.tensor_rule import TensorRule
@@ -55,14 +57,18 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Each position attends to itself and to earlier positions."""
-        b, s, h = x.shape
-        q, k, v = self.qkv(x).view(b, s, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4)
+        return self.out(self.mix(self.qkv(x), self.heads))
+
+    def mix(
+        self, projected: Tensor, heads: int, attend: Callable[..., Tensor] = F.scaled_dot_product_attention
+    ) -> Tensor:
+        """Query, key and value of some heads (b, s, 3 · heads · h/a) -> their mix (b, s, heads · h/a)."""
+        b, s, _ = projected.shape
+        q, k, v = projected.view(b, s, 3, heads, -1).permute(2, 0, 3, 1, 4)
+        rate = 0.0
         if self.training:
             rate = self.dropout
-        else:
-            rate = 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(b, s, h))
+        return attend(q, k, v, dropout_p=rate, is_causal=True).transpose(1, 2).flatten(2)
 
 
 class Block(nn.Module):
@@ -141,7 +147,12 @@ def gpt(
         ModelError: a size is not positive, or `heads` does not divide `hidden`.
     """
     require_positive("gpt", layers=layers, hidden=hidden, heads=heads, vocab=vocab, context=context)
-    require_multiple("gpt", "hidden", hidden, "heads", heads)
+    if hidden % heads:
+        below = hidden // heads * heads
+        nearest = " or ".join(str(width) for width in (below, below + heads) if width)
+        raise ModelError(
+            f"gpt: hidden={hidden} is not a multiple of heads={heads}; nearest that work: hidden={nearest}"
+        )
     require_probability("gpt", dropout=dropout)
     embed = Embedding(vocab, context, hidden, dropout)
     blocks = [(f"block{index}", Block(hidden, heads, dropout)) for index in range(layers)]

@@ -12,6 +12,8 @@ Source: Shoeybi et al. 2019 §3; Korthikanti et al. 2022 §4.2 (sequence paralle
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -65,21 +67,11 @@ class SharedBlock(Block):
     def _attend(self, x: Tensor) -> Tensor:
         """The heads of this process: (b, s, h) -> (b, s, h/t)."""
         attention = self.attention
-        b, s, h = x.shape
+        projected = F.linear(x, attention.qkv.weight, attention.qkv.bias)
         heads = attention.heads // self.region.size
-        width = h // attention.heads
-        q, k, v = (
-            F.linear(x, attention.qkv.weight, attention.qkv.bias).view(b, s, 3, heads, width).permute(2, 0, 3, 1, 4)
-        )
-        if self.training:
-            rate = attention.dropout
-        else:
-            rate = 0.0
-        if rate:
-            y = attend(self.region, q, k, v, dropout_p=rate, is_causal=True)
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return y.transpose(1, 2).reshape(b, s, heads * width)
+        if self.training and attention.dropout:
+            return attention.mix(projected, heads, partial(attend, self.region))
+        return attention.mix(projected, heads)
 
 
 class SharedHead(Head):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.cutting import Cut, cut
-from pipefit.cutting.own import random_batch, without_adapters
+from pipefit.cutting.own import most_positions, random_batch, text_configuration, without_adapters
 from pipefit.errors import ModelError, look_up, nearest
 from pipefit.models.examples import Example
 from pipefit.models.factory import Options
@@ -21,6 +21,7 @@ from pipefit.models.factory_options import literal, parse_text
 from pipefit.models.hub_folder import FolderWeights, weight_files
 from pipefit.runtime.malloc import trim
 from pipefit.spec.arguments import checked
+from pipefit.stage.accelerator import CPU
 from pipefit.stage.materialise import lent_weights, materialise
 
 PREFIX = "transformers:"
@@ -66,7 +67,7 @@ def hub_parts(name: str, options: Options, lora: str = "") -> tuple[Cut, Example
     with torch.device("cpu"):
         found = pretrained(name, lora=lora)
     if not is_later:
-        materialise(found.layers, 0, torch.device("cpu"), found.initialise_layer)
+        materialise(found.layers, 0, CPU, found.initialise_layer)
     return found, _examples(found.shell.model)
 
 
@@ -148,10 +149,7 @@ def most_tokens(model: nn.Module) -> int | None:
     base = without_adapters(model)
     if getattr(base, "main_input_name", "") == "pixel_values":
         return None
-    config = base.config
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
-    return getattr(config, "max_position_embeddings", None) or 0
+    return most_positions(base.config)
 
 
 def tokenizer_of(folder: str | Path) -> Any:
@@ -174,8 +172,8 @@ def limits_of(folder: str | Path) -> tuple[int, int]:
     Raises:
         ModelError: it is no folder of a model.
     """
-    config = _configuration(Path(folder)).get_text_config()
-    return getattr(config, "max_position_embeddings", None) or 0, config.vocab_size
+    config = _configuration(Path(folder))
+    return most_positions(config), text_configuration(config).vocab_size
 
 
 def _configuration(folder: Path) -> Any:

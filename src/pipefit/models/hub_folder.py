@@ -125,7 +125,12 @@ class FolderWeights:
     def _grouped(self, state: Mapping[str, Tensor]) -> tuple[dict[str, _Group], dict[str, str]]:
         """Groups by their first target; and for each name on disk its target."""
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
 
         mapping = get_model_conversion_mapping(self._model)
         renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
@@ -134,7 +139,8 @@ class FolderWeights:
         base = self._model.base_model_prefix
         groups: dict[str, _Group] = {}
         shown = {}
-        for name in sorted(self._file_of, key=_by_number):
+        # Experts are joined in the order of their numbers.
+        for name in sorted(self._file_of, key=dot_natural_key):
             target, pattern = rename_source_key(name, renamings, converters, base, dict(state))
             if target not in state and name in state:
                 target = name
@@ -178,17 +184,6 @@ class FolderWeights:
     def _shape(self, name: str) -> list[int]:
         with safe_open(self.folder / self._file_of[name], framework="pt") as file:
             return list(file.get_slice(name).get_shape())
-
-
-def _by_number(name: str) -> list[tuple[bool, int, str]]:
-    """The key of a name: experts are joined in the order of their numbers."""
-    parts = []
-    for part in name.split("."):
-        if part.isdigit():
-            parts.append((False, int(part), ""))
-        else:
-            parts.append((True, 0, part))
-    return parts
 
 
 def _without(names: list[str], ignored: list[str]) -> list[str]:

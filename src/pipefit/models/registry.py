@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from pipefit.cutting import Cut, cut
+from pipefit.cutting.anatomy import num_weights
 from pipefit.cutting.own import without_adapters
 from pipefit.errors import ModelError, nearest
 from pipefit.models import examples
@@ -21,7 +22,7 @@ from pipefit.models.factory_options import check_options, parse_text, signature_
 from pipefit.models.gpt import gpt
 from pipefit.models.hub import hub_parts, is_folder, is_hub
 from pipefit.models.mlp import mlp
-from pipefit.stage.split import is_sequence, named_layers
+from pipefit.stage.split import is_sequence, joined, named_layers
 
 
 class BuiltIn(NamedTuple):
@@ -62,9 +63,7 @@ class ModelBundle:
     num_parameters: int = field(init=False)
 
     def __post_init__(self) -> None:
-        roots = nn.ModuleList([layer.module for layer in named_layers(self.layers)])
-        count = sum(parameter.numel() for parameter in roots.parameters())
-        object.__setattr__(self, "num_parameters", count)
+        object.__setattr__(self, "num_parameters", num_weights(joined(named_layers(self.layers))))
 
     def describe(self) -> str:
         """One line for people: name, options, layers, parameters."""

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -58,10 +59,11 @@ class Shapes(NamedTuple):
     @classmethod
     def of(cls, batch: Any, first: int = 0, before: Shapes | None = None) -> Shapes:
         """The shapes of a batch that comes after another."""
-        text = described(batch)
+        leaves = pytree.tree_leaves(batch)
+        text = _described(leaves)
         before = before or NO_BATCH
         checksum = zlib.crc32(text.encode(), before.checksum)
-        return cls(first, text, checksum & _BITS, _values(batch, before.values))
+        return cls(first, text, checksum & _BITS, _values(leaves, before.values))
 
     @property
     def line(self) -> Tensor:
@@ -73,19 +75,23 @@ class Shapes(NamedTuple):
 NO_BATCH = Shapes(0, "", 0, 1)
 
 
-def _values(batch: Any, before: int) -> int:
+def _values(leaves: Sequence[Any], before: int) -> int:
     """The checksum of some values of a batch and those before it."""
-    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    if any(tensor.device.type != "cpu" for tensor in tensors):
-        return 0
-    for tensor in tensors:
-        before = sampled_sum(tensor, _SAMPLED, before)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if not leaf.is_cpu:
+                return 0
+            before = sampled_sum(leaf, _SAMPLED, before)
     return before & _BITS
 
 
 def described(batch: Any) -> str:
     """Types and shapes of the tensors of a batch, and its plain values: "float32[8, 4], int64[8]"."""
-    return ", ".join(map(_described_leaf, pytree.tree_leaves(batch)))
+    return _described(pytree.tree_leaves(batch))
+
+
+def _described(leaves: Sequence[Any]) -> str:
+    return ", ".join(map(_described_leaf, leaves))
 
 
 def _described_leaf(leaf: Any) -> str:
@@ -96,7 +102,11 @@ def _described_leaf(leaf: Any) -> str:
 
 def content_sum(tensor: Tensor, before: int = 0) -> int:
     """The CRC-32 of the bytes of a tensor, after some others."""
-    return zlib.crc32(bytes_of(tensor), before)
+    try:
+        content: Any = np.ascontiguousarray(tensor.detach().numpy())
+    except (TypeError, RuntimeError):  # of a type that numpy lacks, such as bfloat16, or elsewhere
+        content = bytes_of(tensor)
+    return zlib.crc32(content, before)
 
 
 def sampled_sum(tensor: Tensor, most: int, before: int = 0) -> int:

@@ -165,7 +165,11 @@ class GradientBuckets:
         for number, bucket in enumerate(self.buckets):
             for index in bucket.members:
                 hook = partial(_gradient_added, itself, number, index)
-                handle = self.parameters[index].register_post_accumulate_grad_hook(hook)
+                parameter = self.parameters[index]
+                is_training = parameter.requires_grad
+                parameter.requires_grad = True  # torch takes no hook of one that is frozen for now
+                handle = parameter.register_post_accumulate_grad_hook(hook)
+                parameter.requires_grad = is_training
                 weakref.finalize(self, handle.remove)
         self.is_watching = False
         self._waiting: list[int] = []

@@ -121,13 +121,18 @@ class ShardedStore(WeightStore):
             optimizer: fresh and made for the masters; its groups and options stay.
 
         Raises:
-            PlanError: the optimizer does not treat every number separately, or has states already.
+            PlanError: the optimizer does not treat every number separately, has hooks, or has states already.
         """
         if type(optimizer) not in ELEMENTWISE:
             known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
             raise PlanError(
                 f"a sharded optimizer must treat every number separately: {known} do, {type(optimizer).__name__} is "
                 'not known to; use one of them, or do not shard the optimizer (shard="none")'
+            )
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            raise PlanError(
+                "an optimizer with hooks of its step cannot be sharded: they know whole weights, and it steps parts of "
+                'them; clip by clip_norm, or do not shard the optimizer (shard="none")'
             )
         if optimizer.state:
             raise PlanError("a sharded optimizer must be fresh, but this one keeps states already")

@@ -1,9 +1,11 @@
-"""Waits for messages that end after the loss of a process.
+"""Waits for messages and collectives that end after the loss of a process.
 
 Where a connection of Gloo ends, the waits on it end in an error, but for two: the wait for a message of which a part
 has arrived, and for one that has begun to leave (`Pair::signalException` in gloo/transport/tcp/pair.cc knows neither).
-They last until a timeout of half an hour, and nothing interrupts them. So in a run that can be repaired another thread
-waits for messages in place of the one that needs them, and a wait that outlasts a loss is left to it.
+They last until a timeout of half an hour, and nothing interrupts them. In a run that can be repaired they are left:
+
+    collective   it goes on in a thread of Gloo; who needs it waits for moments, and looks between them
+    message      a wait that takes too long breaks its connection, so another thread waits, and is left with it
 """
 
 from __future__ import annotations
@@ -11,22 +13,22 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from pipefit.errors import CommunicationError
 
-_Answer = SimpleQueue[Exception | None]
-
 can_leave = False
-"""Whether waits are made in other threads: where the run can be repaired, and messages go through Gloo."""
+"""Whether waits can be left: where the run can be repaired, and messages go through Gloo."""
+
+_MOMENT = timedelta(seconds=0.2)
 
 _free: SimpleQueue[SimpleQueue[Any]] = SimpleQueue()
 """The requests of threads that have nothing to wait for."""
 
-_lasting: set[_Answer] = set()
-_seen: set[_Answer] = set()
-"""Answers that are awaited: now, and when `leave` was called last."""
+_calls = 0
+"""Calls of `leave`. A wait that has lasted through two of them is left."""
 
 
 class LeftError(CommunicationError):
@@ -34,7 +36,7 @@ class LeftError(CommunicationError):
 
 
 def finish(*works: Any) -> None:
-    """Waits for messages and collectives, in their order.
+    """Waits for messages, in their order.
 
     Raises:
         RuntimeError: one has failed.
@@ -48,20 +50,39 @@ def finish(*works: Any) -> None:
         raise problem
 
 
+def finish_collectives(*works: Any) -> None:
+    """Waits for collectives, in their order; raises what `finish` does."""
+    began = _calls
+    for work in works:
+        while can_leave and not _has_ended(work):
+            _check(began)
+        work.wait()
+
+
 def collective(call: Callable[..., Any], *args: Any, group: Any) -> None:
     """Makes a collective call of torch, and waits for it."""
     work = call(*args, group=group, async_op=can_leave)
     if work is not None:
-        finish(work)
+        finish_collectives(work)
 
 
 def leave() -> None:
-    """Leaves the waits that have lasted since the last call; called repeatedly after a loss."""
-    lasting = set(_lasting)
-    for answer in lasting & _seen:
-        answer.put(LeftError("another rank is lost"))
-    _seen.clear()
-    _seen.update(lasting)
+    """Leaves the waits that have lasted since the call before the last; called repeatedly after a loss."""
+    global _calls
+    _calls += 1
+
+
+def _check(began: int) -> None:
+    """Leaves a wait that began after so many calls of `leave`, if it has lasted long enough."""
+    if _calls - began > 1:
+        raise LeftError("another rank is lost")
+
+
+def _has_ended(work: Any) -> bool:
+    """Waits for a collective for a moment; returns whether it has ended, in an error perhaps."""
+    with contextlib.suppress(RuntimeError):
+        work.wait(_MOMENT)
+    return bool(work.is_completed())
 
 
 def _requests() -> SimpleQueue[Any]:
@@ -75,13 +96,15 @@ def _requests() -> SimpleQueue[Any]:
 
 def _answer_of(requests: SimpleQueue[Any], works: Sequence[Any]) -> Exception | None:
     """Lets a thread wait; returns the problem. A thread whose wait was left is not asked again."""
-    answer: _Answer = SimpleQueue()
-    _lasting.add(answer)
+    began = _calls
+    answer: SimpleQueue[Exception | None] = SimpleQueue()
     requests.put((works, answer))
-    problem = answer.get()
-    _lasting.discard(answer)
-    if not isinstance(problem, LeftError):
-        _free.put(requests)
+    while True:
+        with contextlib.suppress(Empty):
+            problem = answer.get(timeout=_MOMENT.total_seconds())
+            break
+        _check(began)
+    _free.put(requests)
     return problem
 
 

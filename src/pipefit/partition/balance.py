@@ -31,26 +31,23 @@ def uniform(profile: Profile, num_stages: int) -> Partition:
     return Partition.even(len(profile), num_stages)
 
 
-def gpipe(
-    profile: Profile, num_stages: int, costs: Sequence[float] | None = None, speeds: Sequence[float] = ()
-) -> Partition:
-    """Least variance of the stages' costs (Huang et al., GPipe, NeurIPS 2019, section 2.2).
+def gpipe(profile: Profile, num_stages: int, speeds: Sequence[float] = ()) -> Partition:
+    """Least variance of the stages' seconds (Huang et al., GPipe, NeurIPS 2019, section 2.2).
 
     The mean is fixed by the total, so this minimises Σ (cost − total/num_stages)², by dynamic programming over (stages,
-    layers): O(num_stages · layers²). On devices of different speeds it is Σ (cost/speed − total/Σ speeds)².
+    layers): O(num_stages · layers²). On devices of different speeds it is Σ (cost/speed − total/Σ speeds)². The cost of
+    a layer is its forward and backward time, the loss with the last layer. (GPipe estimates floating-point operations.)
 
     Args:
         profile: the layers.
         num_stages: number of stages.
-        costs: of each layer; None: its forward and backward time, the loss with the last layer. (GPipe estimates
-            floating-point operations.)
         speeds: the speed of each stage's device, by which its cost is divided, when they differ.
 
     Raises:
-        PlanError: fewer layers than stages, or another number of costs than layers.
+        PlanError: fewer layers than stages, or another number of speeds than stages.
     """
     _check(profile, num_stages)
-    cost = spans(_costs(profile, costs))
+    cost = spans(layer_times(profile))
     speeds = speeds or (1.0,) * num_stages
     if len(speeds) != num_stages or not min(speeds) > 0:
         raise PlanError(f"speeds: expected {num_stages} above 0, one for each stage, got {list(speeds)}")
@@ -84,7 +81,11 @@ def minmax(
         PlanError: fewer layers than stages, another number of costs than layers, or no bandwidth.
     """
     _check(profile, num_stages)
-    cost = spans(_costs(profile, costs))
+    if costs is None:
+        costs = layer_times(profile)
+    if len(costs) != len(profile):
+        raise PlanError(f"costs: expected one for each of the {len(profile)} layers, got {len(costs)}")
+    cost = spans(costs)
     if bandwidth_bytes_per_s is not None:
         if not bandwidth_bytes_per_s > 0:
             raise PlanError(f"bandwidth_bytes_per_s: expected more than 0, got {bandwidth_bytes_per_s}")
@@ -92,14 +93,6 @@ def minmax(
     counts = divide([cost] * num_stages)
     assert counts is not None
     return Partition.from_counts(counts)
-
-
-def _costs(profile: Profile, costs: Sequence[float] | None) -> Sequence[float]:
-    if costs is None:
-        return layer_times(profile)
-    if len(costs) != len(profile):
-        raise PlanError(f"costs: expected one for each of the {len(profile)} layers, got {len(costs)}")
-    return costs
 
 
 def _check(profile: Profile, num_stages: int) -> None:

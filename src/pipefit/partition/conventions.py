@@ -31,20 +31,18 @@ class Convention:
     """A convention for the cost of communication.
 
     Attributes:
-        name: in options.
         divides: a cut's bytes are shared by the replicas of either side.
         released: whether it is that of the released optimizer, as described above.
     """
 
-    name: str
     divides: bool = True
     released: bool = False
 
 
 CONVENTIONS: dict[str, Convention] = {
-    "paper": Convention("paper", divides=False),
-    "ring": Convention("ring"),
-    "pipedream-code": Convention("pipedream-code", released=True),
+    "paper": Convention(divides=False),
+    "ring": Convention(),
+    "pipedream-code": Convention(released=True),
 }
 
 

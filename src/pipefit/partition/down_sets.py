@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from pipefit.ir.instruction import Indices
 from pipefit.partition.balance import Array
 from pipefit.spec import Profile
 
@@ -30,7 +31,7 @@ class States:
     """
 
     profile: Profile
-    masks: tuple[int, ...]
+    masks: Indices
     complete: bool
 
     def __len__(self) -> int:
@@ -77,7 +78,7 @@ class States:
                     result[state] += size
         return result
 
-    def layers_between(self, a: int, b: int) -> tuple[int, ...]:
+    def layers_between(self, a: int, b: int) -> Indices:
         """The layers of the stage from D_a to D_b; a stage that starts at the first state holds the free layers too."""
         mask = self.masks[b]
         if a:

@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipefit.errors import PlanError, look_up
+from pipefit.ir.instruction import Indices
 from pipefit.partition.balance import TIE
 from pipefit.partition.conventions import CONVENTIONS, Convention, Levels, data_parallel_s
 from pipefit.partition.down_sets import find_states
 from pipefit.partition.dynamic_program import Run, base_s, best_time, runs
 from pipefit.partition.stage_costs import HELD, CutProblem, Memory
 from pipefit.spec import Partition, Profile, StageSpec, Topology
+from pipefit.spec.plan import Figures
 from pipefit.units import format_bytes
 
 # Hybrids must be predicted to be faster than plain data parallelism by more than this. For the released optimizer's
@@ -37,7 +39,7 @@ class LevelStage:
         stages: the stages of one such component.
     """
 
-    layers: tuple[int, ...]
+    layers: Indices
     replicas: int
     stages: LevelStages = ()
 
@@ -75,8 +77,8 @@ class PipeDreamResult:
     search_s: float
     partition: Partition | None = None
     levels: LevelStages = ()
-    in_flight: tuple[int, ...] = ()
-    memory_bytes: tuple[float, ...] = ()
+    in_flight: Indices = ()
+    memory_bytes: Figures = ()
     flat_s: float | None = None
     hierarchical_s: float | None = None
     straight_s: float = math.inf
@@ -166,7 +168,7 @@ def pipedream(
     plain_s = [data_parallel_s(rule, single_s, trained_bytes, widths[name]) for name in searches]
     result = PipeDreamResult(
         shape,
-        rule.name,
+        cost,
         time_s,
         search_s=time_s,
         flat_s=found_s.get("flat"),

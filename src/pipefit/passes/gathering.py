@@ -17,16 +17,16 @@ often: Lamy-Poirier, "Breadth-first pipeline parallelism", MLSys 2023.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from itertools import groupby
 
 from msgspec.structs import replace
 
-from pipefit.ir.instruction import Instruction, Instructions, StageAt
+from pipefit.ir.instruction import Indices, Instruction, Instructions
 from pipefit.ir.op import COMPUTE_OPS, WEIGHT_GRADIENT_OPS, Op, Reduction
 from pipefit.ir.program import Header, Program
 from pipefit.passes.places import Added, inserted
-from pipefit.passes.stays import Stay, stays
+from pipefit.passes.stays import Stay, stays_until
 
 
 def with_sharing(program: Program) -> Program:
@@ -84,16 +84,13 @@ def _is_scatter(header: Header, i: Instruction) -> bool:
 
 def _stays(header: Header, listed: Instructions, ops: Collection[Op], slots: int) -> list[Stay]:
     """The stays of shared stages for their visits by some operations; none goes beyond the step of its update."""
-    visits = []
-    last: dict[int, int] = {}
-    leaving: set[StageAt] = set()
-    for index, i in enumerate(listed):
+
+    def visited(i: Instruction) -> Indices:
         if i.op in ops and header.shares_gradients(i.stage):
-            visits.append((index, (i.stage,)))
-            last[i.stage] = index
-        elif i.op is Op.STEP and i.stage in last:
-            leaving.add((last[i.stage], i.stage))
-    return stays(visits, slots, leaving)
+            return (i.stage,)
+        return ()
+
+    return stays_until(listed, visited, Op.STEP, slots)
 
 
 def _add_gradients(header: Header, listed: Instructions, slots: int, added: Added) -> None:
@@ -116,7 +113,8 @@ def _add_gradients(header: Header, listed: Instructions, slots: int, added: Adde
 
 def _add_weights(header: Header, listed: Instructions, slots: int, added: Added) -> None:
     """Adds what gathers whole weights, as soon as a slot is free and they are stepped, and what frees them."""
-    made = _steps_before(listed)
+    # By stage and version that a step makes, the index after the step.
+    made = {(i.stage, i.version + 1): index + 1 for index, i in enumerate(listed) if i.op is Op.STEP}
     start = 0
     for stay in _stays(header, listed, COMPUTE_OPS, slots):
         version = listed[stay.first].version
@@ -140,8 +138,3 @@ def _add_parts_for_others(header: Header, rank: int, listed: Instructions, added
             place = next((index for index, later in visits if later > stage), len(listed))
             added[place].append(Instruction(Op.UNSHARD, stage, version=0))
             added[place].append(Instruction(Op.DROP, stage, version=0))
-
-
-def _steps_before(listed: Sequence[Instruction]) -> dict[StageAt, int]:
-    """For each (stage, version) that a step makes, the index after the step."""
-    return {(i.stage, i.version + 1): index + 1 for index, i in enumerate(listed) if i.op is Op.STEP}

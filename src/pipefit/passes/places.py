@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipefit.ir.instruction import Instruction, Instructions, StageAt, ValueKey
+from pipefit.ir.instruction import Instruction, Instructions, StageNumbers, ValueKey
 from pipefit.ir.op import COMPUTE_OPS, FORWARD_OPS, WEIGHT_GRADIENT_OPS
 from pipefit.ir.program import Header
 from pipefit.ir.values import ACT, GRAD
@@ -32,7 +32,7 @@ def entering(i: Instruction) -> ValueKey:
     return ("", -1, -1)
 
 
-def last_backwards(header: Header, listed: Instructions) -> dict[StageAt, int]:
+def last_backwards(header: Header, listed: Instructions) -> StageNumbers:
     """The index of the last own backward of each (stage, update): there its gradients are complete."""
     found = {}
     for index, i in enumerate(listed):

@@ -13,26 +13,25 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from pipefit.errors import ScheduleError
-from pipefit.ir.instruction import Indices, Instruction, Instructions, StageAt
+from pipefit.ir.instruction import Indices, Instruction, Instructions, StageNumbers
 from pipefit.ir.op import COMPUTE_OPS, FORWARD_OPS, GRADIENT_OPS, MESSAGE_OPS, WEIGHT_GRADIENT_OPS, Kind, Op, Reduction
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.spill import Spill
 from pipefit.ir.values import reduced_stages
 from pipefit.passes.places import Added, computes_back, inserted, last_backwards
-from pipefit.passes.stays import Stay, stays
+from pipefit.passes.stays import Stay, stays, stays_until
 from pipefit.passes.versions import step_of, steps_at_once
 
 _USES = COMPUTE_OPS | {Op.STEP}
 _ON_GRADIENTS = WEIGHT_GRADIENT_OPS | {Op.STEP, Op.REDUCE}
 _AHEAD = 4
-_Starts = list[tuple[int, int]]
-"""The first visit of each stay, and the index before which it is fetched."""
 
 
 def with_spilling(program: Program, prefetch: int | None = None) -> Program:
@@ -75,7 +74,7 @@ def with_spilling(program: Program, prefetch: int | None = None) -> Program:
 def _finished_at_once(header: Header, rank: int, listed: Instructions) -> list[Instruction]:
     """Adds the step of each spilled stage, or its part of the norm, at the point where its gradients are complete."""
     ready = last_backwards(header, listed)
-    first_uses: dict[StageAt, int] = {}
+    first_uses: StageNumbers = {}
     for index, i in enumerate(listed):
         if i.op is Op.REDUCE and i.kind != Reduction.NORM:
             for stage in reduced_stages(header, i.kind, i.stage, rank):
@@ -121,21 +120,11 @@ def _visited(header: Header, rank: int, i: Instruction) -> Indices:
 
 def _weight_stays(header: Header, rank: int, listed: list[Instruction]) -> list[Stay]:
     assert header.spill is not None
-    visits = []
-    # Weights that step on the host become stale on the device: their stage leaves after its last use before the step.
-    last: dict[int, int] = {}
-    leaving: set[StageAt] = set()
-    for index, i in enumerate(listed):
-        stages = _visited(header, rank, i)
-        if stages:
-            visits.append((index, stages))
-            last |= dict.fromkeys(stages, index)
-        if i.op is Op.HOST_STEP:
-            leaving.add((last[i.stage], i.stage))
-    return stays(visits, header.spill.weights_slots, leaving)
+    # Weights that step on the host become stale on the device.
+    return stays_until(listed, partial(_visited, header, rank), Op.HOST_STEP, header.spill.weights_slots)
 
 
-def _numbers(found: Sequence[Stay]) -> dict[StageAt, int]:
+def _numbers(found: Sequence[Stay]) -> StageNumbers:
     """The number of the stay to which a visit of a stage belongs."""
     numbers = {}
     for number, stay in enumerate(found):
@@ -149,7 +138,7 @@ def _replayed(header: Header, rank: int, listed: list[Instruction]) -> list[Inst
     assert header.spill is not None
     keeps = header.spill.keeps
     stay_of = _numbers([stay for stay in _weight_stays(header, rank, listed) if stay.stage not in keeps])
-    kept: dict[StageAt, int] = {}
+    kept: StageNumbers = {}
     result = []
     for index, i in enumerate(listed):
         stay = stay_of.get((index, i.stage), -1)
@@ -199,11 +188,11 @@ def _with_copies(header: Header, rank: int, listed: list[Instruction], prefetch:
             stay.left = listed[stay.last].version + 1
         moved.append((Kind.OPTIM, states))
     placed = []
-    ahead: _Starts = []
+    ahead: list[Stay] = []
     for kind, found in moved:
-        starts = _starts(listed, found, prefetch, ahead)
-        ahead = [(stay.first, start) for stay, start in zip(found, starts, strict=True)]
-        placed += _moved(header.spill, kind, listed, found, ahead, at_need=prefetch == 0)
+        _set_starts(listed, found, prefetch, ahead)
+        placed += _moved(header.spill, kind, listed, found, at_need=prefetch == 0)
+        ahead = found
     if header.spill.activations:
         placed += _parked(header.spill, listed, weights, prefetch)
     placed.sort(key=itemgetter(0, 1, 2))
@@ -213,9 +202,7 @@ def _with_copies(header: Header, rank: int, listed: list[Instruction], prefetch:
     return inserted(listed, at)
 
 
-def _moved(
-    spill: Spill, kind: Kind, listed: list[Instruction], found: list[Stay], came: _Starts, at_need: bool
-) -> list[_Placed]:
+def _moved(spill: Spill, kind: Kind, listed: list[Instruction], found: list[Stay], at_need: bool) -> list[_Placed]:
     """The instructions that move values of one kind to and from the slots.
 
     Args:
@@ -223,18 +210,19 @@ def _moved(
         kind: the kind of the values.
         listed: the instructions of the rank.
         found: the stays of the values.
-        came: the first visit of each stay, and the index before which it is fetched.
         at_need: whether a slot is freed only when another stay needs it.
     """
     placed = []
-    after = {stay.before: start for stay, start in zip(found, came, strict=True)}
-    for stay, (first, start) in zip(found, came, strict=True):
+    following = {stay.before: stay for stay in found}
+    for stay in found:
         for i in _filling(spill, kind, stay):
-            placed.append(_Placed(start, True, first, i))
-        end = _past_messages(listed, stay.last + 1)
-        needed, place = after.get(stay, (len(listed), end))
-        if stay.goes_at_once or not at_need:
-            place = end
+            placed.append(_Placed(stay.start, True, stay.first, i))
+        place = _past_messages(listed, stay.last + 1)
+        needed = len(listed)
+        if stay in following:
+            needed = following[stay].first
+            if at_need and not stay.goes_at_once:
+                place = following[stay].start
         for i in _freeing(spill, kind, stay):
             placed.append(_Placed(place, False, needed, i))
     return placed
@@ -246,7 +234,7 @@ def _parked(spill: Spill, listed: list[Instruction], found: list[Stay], prefetch
     It is fetched a few computations earlier: the replays and backwards of two micro-batches.
     """
     stay_of = _numbers(found)
-    forward: dict[StageAt, int] = {}
+    forward: StageNumbers = {}
     placed = []
     for index, i in enumerate(listed):
         if i.op is Op.FWD:
@@ -266,31 +254,29 @@ def _parked(spill: Spill, listed: list[Instruction], found: list[Stay], prefetch
     return placed
 
 
-def _starts(listed: list[Instruction], found: list[Stay], prefetch: int | None, ahead: _Starts) -> list[int]:
-    """The index before which each stay is fetched: no earlier than its slot is free, and in the order of need.
+def _set_starts(listed: list[Instruction], found: list[Stay], prefetch: int | None, ahead: Iterable[Stay]) -> None:
+    """Sets the index before which each stay is fetched: no earlier than its slot is free, and in the order of need.
 
     Args:
         listed: the instructions of the rank.
         found: the stays.
         prefetch: see `with_spilling`.
-        ahead: (first visit, start) of others that come first where they are needed first.
+        ahead: others that come first where they are needed first.
     """
-    starts = []
     stepped = _host_steps(listed)
     start = 0
     for number, stay in enumerate(found):
         if stay.before:
             start = max(start, _past_messages(listed, stay.before.last + 1))
-        for first, other in ahead:
-            if first < stay.first:
-                start = max(start, other)
+        for other in ahead:
+            if other.first < stay.first:
+                start = max(start, other.start)
         if prefetch is not None and number >= prefetch:
             start = max(start, found[number - prefetch].first)
         if stay.version and stay.stage in stepped:
             step = stepped[stay.stage][stay.version - 1]
             start = max(start, step + 1)
-        starts.append(start)
-    return starts
+        stay.start = start
 
 
 def _carry(header: Header, listed: list[Instruction], found: Iterable[Stay]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from pipefit.errors import ScheduleError
-from pipefit.ir.instruction import Indices, StageAt
+from pipefit.ir.instruction import Indices, Instruction, Instructions, StageAt
+from pipefit.ir.op import Op
 
 _NEVER = 1 << 60
 
@@ -26,6 +27,7 @@ class Stay:
         slot: its slot.
         before: the stay that leaves the slot for it (None: the slot was never used).
         visits: the instructions of the rank that use it meanwhile.
+        start: the index of the instruction before which it is loaded.
         version: its version when it is loaded.
         left: its version when it leaves.
         gradients: the update whose partial gradient sums are loaded with it, −1: none.
@@ -37,6 +39,7 @@ class Stay:
     slot: int
     before: Stay | None
     visits: list[int] = field(default_factory=list)
+    start: int = 0
     version: int = 0
     left: int = 0
     gradients: int = -1
@@ -52,6 +55,23 @@ class Stay:
     def last(self) -> int:
         """Its last visit."""
         return self.visits[-1]
+
+
+def stays_until(
+    listed: Instructions, visited: Callable[[Instruction], Indices], step: Op, num_slots: int
+) -> list[Stay]:
+    """The stays of the stages that instructions visit; none goes beyond the step of its stage: it is stale then."""
+    visits = []
+    last: dict[int, int] = {}
+    leaving: set[StageAt] = set()
+    for index, i in enumerate(listed):
+        stages = visited(i)
+        if stages:
+            visits.append((index, stages))
+            last |= dict.fromkeys(stages, index)
+        if i.op is step and i.stage in last:
+            leaving.add((last[i.stage], i.stage))
+    return stays(visits, num_slots, leaving)
 
 
 def stays(visits: Sequence[Visit], num_slots: int, leaving: Collection[StageAt] = ()) -> list[Stay]:

@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from msgspec.structs import replace
 
-from pipefit.ir.instruction import Instruction, StageAt
+from pipefit.ir.instruction import Instruction, StageNumbers
 from pipefit.ir.op import BACKWARD_OPS, COMPUTE_OPS, Op
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.versions import required_versions
@@ -94,7 +94,7 @@ def with_drops(program: Program) -> Program:
     ranks = []
     step = Op.STEP
     for instructions in program.ranks:
-        last_use: dict[StageAt, int] = {}
+        last_use: StageNumbers = {}
         newest: dict[int, int] = defaultdict(int)
         for index, i in enumerate(instructions):
             if i.op in COMPUTE_OPS or i.op is step:

@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -158,7 +157,7 @@ class Growing:
         pipe.loop.callbacks = Callbacks(callbacks, current().stop)
         session = current().with_newcomer(entry)
         data = next(filter(None, exchange(session, None)))
-        pipe.state.resume(data["step"], SimpleNamespace(**data["state"]))
+        pipe.state.resume(data["step"], **data["state"])
         pipe.verified = data["verified"]
         pipe.loop.callbacks.take(data["callbacks"])
         session.programs.update(data["programs"])

@@ -14,7 +14,7 @@ import torch
 from pipefit.errors import DataError, ModelError
 from pipefit.ir.program import Header
 from pipefit.parallel.alike import CURE, NO_BATCH, Shapes, compare
-from pipefit.parallel.waiting import finish
+from pipefit.parallel.waiting import finish_collectives
 from pipefit.pipeline.batches import samples_of
 from pipefit.pipeline.callbacks import Record
 from pipefit.runtime.collectives import check_alike, exchange, start_sum
@@ -26,12 +26,15 @@ from pipefit.runtime.progress import LOSS
 from pipefit.runtime.worker import evaluating
 from pipefit.schedules.forward import forward_only
 
-_MORE = 9
 _END = Shapes(0, "no more batches", 0)
 
 
 class PendingLosses:
-    """The losses and metrics of a pass, which are being sent to every rank; `wait` waits for them."""
+    """The losses and metrics of a pass, which are being sent to every rank; `wait` waits for them.
+
+    Attributes:
+        extra: the further sums, after `wait`.
+    """
 
     def __init__(
         self, engine: Engine, runs: Sequence[Execution], num_microbatches: int, num_steps: int, *extra: float
@@ -49,15 +52,19 @@ class PendingLosses:
         # Every micro-batch's loss is known to one rank, and zero on the others: their sum is exact in any order, so the
         # losses of the steps are bitwise the same for every placement of micro-batches.
         self._names = _names(engine, runs)
-        figures = torch.zeros(1 + len(self._names), num_steps, num_microbatches, dtype=torch.float64)
-        losses = {mb: loss.reshape(()).double() for run in runs for mb, loss in run.losses}
+        figures = [[0.0] * (num_steps * num_microbatches) for _ in range(1 + len(self._names))]
+        losses = {mb: loss for run in runs for mb, loss in run.losses}
         if losses and engine.mesh.is_first:
             logged = {mb: metrics for run in runs for mb, metrics in run.logged.items()}
-            rows = [torch.stack(list(losses.values()))]
-            rows += [torch.stack([logged[mb][name] for mb in losses]) for name in self._names]
-            figures.view(len(rows), -1)[:, list(losses)] = torch.stack([row.cpu() for row in rows])
-        self._table = torch.cat([figures.view(-1), torch.tensor(extra, dtype=torch.float64)])
-        self._figures = self._table[: figures.numel()].view_as(figures)
+            columns = [list(losses.values())]
+            columns += [[logged[mb][name] for mb in losses] for name in self._names]
+            for row, column in zip(figures, columns, strict=True):
+                for mb, value in zip(losses, torch.stack(column).flatten().cpu().tolist(), strict=True):
+                    row[mb] = value
+        self._table = torch.tensor([*chain(*figures), *extra], dtype=torch.float64)
+        self._figures = self._table[: -len(extra)].view(len(figures), num_steps, num_microbatches)
+        self._means: list[list[float]] = []
+        self.extra: list[float] = []
         self._session = engine.session
         self._num_ranks = engine.session.num_ranks  # of those that share in the sum
         self._work = start_sum(engine.session, self._table)
@@ -65,7 +72,7 @@ class PendingLosses:
     def commit(self) -> bool:
         """Waits in the pass, before its step: all ranks then know the losses, or no rank makes the step."""
         assert self._session.repairs is not None
-        self._session.repairs.commit(partial(finish, self._work), self._table)
+        self._session.repairs.commit(partial(finish_collectives, self._work), self._table)
         self._work = None
         return True
 
@@ -78,10 +85,11 @@ class PendingLosses:
         if self._work is not None:
             # After a commit there is nothing to wait for.
             with self._session.at(LOSS):
-                finish(self._work)
+                finish_collectives(self._work)
         self._session.notes.check()
-        requested, wanted, marks, of_marks, *more = self._table[-_MORE:].tolist()
-        values, of_values, known, newcomers, of_newcomers = more
+        *self.extra, requested, wanted, marks, of_marks, values, of_values, known, newcomers, of_newcomers = (
+            self._table[self._figures.numel() :].tolist()
+        )
         try:
             if marks**2 != of_marks * self._num_ranks:
                 compare(self._shapes)
@@ -94,23 +102,19 @@ class PendingLosses:
         self._session.stop.agreed |= requested > 0
         self._session.stop.ended |= wanted > 0
         self._session.door.agree(newcomers, of_newcomers, self._num_ranks)
-        return self._figures[0].sum(1).tolist()
+        self._means = self._figures.sum(2).tolist()
+        return self._means[0]
 
     @property
     def metrics(self) -> list[dict[str, float]]:
         """The means of the metrics that the loss returned, by step, after `wait`."""
-        means = self._figures[1:].sum(2).T.tolist()
-        return [dict(zip(self._names, of_step, strict=True)) for of_step in means]
+        steps = zip(*self._means, strict=True)
+        return [dict(zip(self._names, metrics, strict=True)) for _, *metrics in steps]
 
     @property
     def of_microbatches(self) -> Sequence[float]:
         """The losses by micro-batch, weighted, after `wait`."""
         return self._figures[0].view(-1).tolist()
-
-    @property
-    def extra(self) -> Sequence[float]:
-        """The further sums, after `wait`."""
-        return self._table[self._figures.numel() : -_MORE].tolist()
 
 
 def _names(engine: Engine, runs: Sequence[Execution]) -> tuple[str, ...]:

@@ -33,13 +33,12 @@ from pipefit.checkpoint.moving import (
     named_tensors,
     other_key,
 )
-from pipefit.checkpoint.optim import Read, optimization_of, parameter_and_key, read_of, restore_optimizer
-from pipefit.checkpoint.sharded import OPTIM
+from pipefit.checkpoint.optim import Read, by_parameter, optimization_of, read_of, restore_optimizer
+from pipefit.checkpoint.restore import readers_of
 from pipefit.checkpoint.state import tensors_of
 from pipefit.errors import DisagreementError, ModelError, PipefitError, PlanError
 from pipefit.ir.program import Header
 from pipefit.parallel.alike import differences
-from pipefit.parallel.mesh import Mesh
 from pipefit.pipeline.assembly import release_others, worker_of
 from pipefit.pipeline.facts import CURE, facts_of_plan
 from pipefit.pipeline.programs import Programs
@@ -62,7 +61,7 @@ class _Next(NamedTuple):
     Attributes:
         plan: with what it says about this model.
         programs: of the plan; the shortest is proved.
-        ranks_of: each process, that it will run.
+        ranks_of: those that each process will run.
         session: of the processes that will run it.
     """
 
@@ -127,7 +126,7 @@ def rearrange(
         following, held = _prepared(pipe, plan, session, proved, is_restored)
         header = following.programs.shortest().header
         now = [_layers_of(following.plan, header, ranks) for ranks in following.ranks_of]
-        moves = moves_of(pipe.layers, held, now)
+        moves = moves_of(pipe.layers, held, now, following.plan.tensor)
         gained = {layer for own, before in zip(now, held, strict=True) for layer in own if layer not in before}
         copies = _checked_sources(pipe, session, moves, gained, is_restored)
         for worker in pipe.workers:
@@ -286,12 +285,12 @@ def _with_copies(pipe: Any, session: Session, moves: Sequence[Move], moved: _Mov
     places = {name: tensor for layer in pipe.layers for name, tensor in named_tensors(layer)}
     lost = {name for name, source, target in moves if source is None and target == session.rank}
     found = {name: {WEIGHT: places[name]} for name in lost}
-    for name in lost & copies.saved.keys():
-        places[name].copy_(copies.saved[name].read())
-    for name, saved in copies.saved.items():
-        weight, key = parameter_and_key(name)
-        if name.startswith(OPTIM) and weight in lost:
-            found[weight][key] = saved.read()
+    readers = readers_of(pipe.engine.mesh, copies.saved)
+    for name in lost & readers.keys():
+        places[name].copy_(readers[name]())
+    for weight, states in by_parameter(readers).items():
+        if weight in lost:
+            found[weight] |= {key: read() for key, read in states.items()}
     records = [record for manifest in copies.manifests for record in manifest.optimization]
     return moved._replace(everything=moved.everything | found, records=[*records, *moved.records])
 
@@ -325,7 +324,6 @@ def _built(
     for name, tensors in moved.everything.items():
         states[name] = {key: reader(tensor) for key, tensor in tensors.items() if is_state(key)}
     ties = tied_parameters(pipe.layers, plan.partition)
-    mesh = next((worker.mesh for worker in pipe.workers), Mesh())
     workers = []
     takers = []
     ranks = following.ranks_of[following.session.rank]
@@ -333,7 +331,7 @@ def _built(
     for rank, part in zip(ranks, parts, strict=True):
         for layer in chain.from_iterable(part.values()):
             _fill(layer, moved)
-        worker = worker_of(rank, part, plan, ties, pipe.training, pipe.device, mesh=mesh, kept=kept)
+        worker = worker_of(rank, part, plan, ties, pipe.training, pipe.device, mesh=pipe.engine.mesh, kept=kept)
         workers.append(worker)
         for stage, optimizer in worker.optimizers.items():
             if id(optimizer) not in of_before:

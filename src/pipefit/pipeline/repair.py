@@ -120,9 +120,9 @@ def _programs_without(pipe: Any, lost: Sequence[int]) -> Programs:
 
 def _without(pipe: Any, plan: Plan, lost: Sequence[int]) -> Plan:
     """The plan of a pipeline without ranks that are lost."""
+    # The machine's memory has the last step of every stage, where each step is copied.
+    is_kept = pipe.recovery is not None and pipe.recovery.every == 1
     for stage, ranks in enumerate(plan.placement.ranks):
-        # The machine's memory has the last step of every stage, where each step is copied.
-        is_kept = plan.tensor == 1 and pipe.recovery is not None and pipe.recovery.every == 1
         if set(ranks) <= set(lost) and not is_kept:
             raise PlanError(f"no copy of stage {stage} is left")
     return without(pipe, plan, lost)

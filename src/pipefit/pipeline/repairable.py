@@ -16,8 +16,8 @@ def why_not(plan: Plan) -> str:
         return f"nothing ends a wait of {default_kind()} for others"
     if why := why_lost(plan):
         return why
-    if plan.tensor > 1 and (plan.shard != "none" or default_kind() != "cpu"):
-        return f"ranks share layers (tensor={plan.tensor}, shard={plan.shard!r}, on {default_kind()})"
+    if plan.tensor > 1 and default_kind() != "cpu":
+        return f"ranks share layers (tensor={plan.tensor}, on {default_kind()})"
     if all(len(ranks) == 1 for ranks in plan.placement.ranks):
         return "no stage has a copy"
     return ""

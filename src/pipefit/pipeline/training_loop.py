@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections import deque
@@ -266,7 +267,8 @@ class TrainingLoop:
                 pair = pair_of(batch)
                 self._engine.check(pair[0])
                 sizes.append(size_of(pair[0]))
-                yield in_pinned_memory(pair, self._engine.device)
+                # A loader may use the memory of a batch again while its micro-batches are still in flight.
+                yield in_pinned_memory(copy.deepcopy(pair), self._engine.device)
 
         feed = BatchStream(pairs(), self._size, self._state.ordinal, self._weigh)
         return self._read(self.start(steps, feed, sizes, began))
@@ -274,6 +276,11 @@ class TrainingLoop:
     def start(self, num_steps: int, feed: Feed, sizes: Sequence[tuple[int, int]], began: float, x: Any = None) -> _Pass:
         """Checks an input, and runs a program over the micro-batches of some updates; its losses are being sent."""
         self._given.check_layers()
+        if not torch.is_grad_enabled():
+            raise PipefitError(
+                "training needs gradients, which are switched off here, as by torch.no_grad() or inference_mode(): "
+                "call it outside of such a context"
+            )
         first = self._state.num_updates
         runs = self._run(num_steps, feed, x)
         losses = self._committed

@@ -22,6 +22,7 @@ from pipefit.partition.balance import divide, spans
 from pipefit.planner.simulated import update_s
 from pipefit.planner.space import shares_of
 from pipefit.spec import Partition, Plan, Profile, Topology
+from pipefit.spec.plan import Figures
 
 Times = Mapping[tuple[int, int], float]
 """Seconds per micro-batch by rank and stage."""
@@ -40,7 +41,7 @@ class Estimate(NamedTuple):
     """
 
     profile: Profile
-    slowness: tuple[float, ...]
+    slowness: Figures
 
     def step_s(self, plan: Plan, topology: Topology) -> float:
         """Simulated seconds from step to step."""

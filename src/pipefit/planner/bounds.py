@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipefit.cost import CostModel, speeds_of
-from pipefit.ir.instruction import Instruction
+from pipefit.cost import CostModel
+from pipefit.ir.instruction import Indices, Instruction
 from pipefit.ir.op import Op
 from pipefit.ir.program import WeightRule
 from pipefit.planner.holdings import ahead_of, fills, least_in_flight, least_replayed
@@ -113,12 +113,6 @@ def least_s(problem: Problem, config: Config, partition: Partition, cost: CostMo
     return max(bounds)
 
 
-def _speed(cost: CostModel, rank: int) -> float:
-    if cost.speed:
-        return cost.speed[rank]
-    return 1.0
-
-
 def _shared_s(config: Config, cost: CostModel) -> float:
     """Seconds of all ranks together on the cores that they share, where they are on one machine."""
     num_ranks = sum(config.replicas) or config.depth * config.data
@@ -129,7 +123,7 @@ def _shared_s(config: Config, cost: CostModel) -> float:
     return config.num_microbatches * each_s / max(cost.speed, default=1.0) / cores
 
 
-def _pipelines(config: Config, cost: CostModel) -> list[tuple[int, ...]]:
+def _pipelines(config: Config, cost: CostModel) -> list[Indices]:
     """The ranks of each stage, pipeline by pipeline; of pipelines that are equally fast one.
 
     Micro-batches alternate between unequal numbers of copies: they are at least as fast as on the fastest of each.
@@ -168,7 +162,9 @@ def _stages(
     is_whole = fills(config)
     for stage, rank in enumerate(pipeline):
         ranks = placement[stage]
-        speed = _speed(cost, rank)
+        speed = 1.0
+        if cost.speed:
+            speed = cost.speed[rank]
         forward_s = cost.forward_s[stage]
         if stage == last:
             forward_s += cost.loss_s
@@ -310,7 +306,7 @@ def quick_s(problem: Problem, config: Config) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _fill(p: int, m: int, ahead: tuple[int, ...]) -> float:
+def _fill(p: int, m: int, ahead: Indices) -> float:
     """Seconds of an update of p ranks with a stage each, per second of work on a micro-batch, for any cut at least.
 
     Rank r takes at least Σ c[r, s]·w[s], w the work of each stage on a micro-batch: the way to it and back, m times its
@@ -338,11 +334,10 @@ def _fill(p: int, m: int, ahead: tuple[int, ...]) -> float:
 
 def _speeds_of_pipelines(problem: Problem, config: Config) -> set[tuple[float, ...]]:
     """The speeds of the ranks of each pipeline; of unequal replicas, those of all ranks."""
-    topology = problem.ranks(config.tensor)
     p = config.depth
-    speeds = problem.once(("speeds", config.tensor), lambda: speeds_of(topology))
+    speeds = problem.speeds(config.tensor)
     if config.replicas:
-        return {speeds or (1.0,) * topology.num_devices}
+        return {speeds or (1.0,) * problem.topology.num_devices}
     if not speeds:
         return {(1.0,) * p}
     if config.shares:

@@ -14,6 +14,7 @@ from pipefit.planner.space import Config, Problem, placement_for
 from pipefit.schedules import generate
 from pipefit.schedules.catalogue import shape_of
 from pipefit.spec import Partition, Plan, StageSpec
+from pipefit.spec.plan import Figures
 
 LESS_SHARED: Final = ", less shared"
 """The end of the family of a candidate that is the winner if its copies shared less."""
@@ -37,7 +38,7 @@ class Estimate:
 
     config: Config
     partition: Partition | None
-    peak_bytes: tuple[float, ...] = ()
+    peak_bytes: Figures = ()
     overflow: float = 1e9
     period_s: float = math.inf
     step_s: float = math.inf
@@ -119,14 +120,16 @@ def _with_waits(problem: Problem, config: Config, partition: Partition) -> tuple
     if pieces == 1 and not problem.blocking:
         return cost, cost
     ring = ring_of(problem.topology, range(pieces))
+    ranks = placement_for(config).ranks
 
     def arrival_s(stage: int, size: float) -> float:
         """Seconds that a message from a stage to the next, or back, takes from the time of the one that receives it."""
         wait_s = 0.0
+        source = ranks[stage][0]
+        target = ranks[stage + 1][0]
+        if source == target:
+            return wait_s
         if problem.blocking:
-            ranks = placement_for(config).ranks
-            source = ranks[stage][0]
-            target = ranks[stage + 1][0]
             bandwidth, latency_s = cost.link(source, target)
             wait_s = latency_s + size / pieces / bandwidth
         return wait_s + all_gather_s(ring, size)

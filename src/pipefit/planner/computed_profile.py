@@ -8,7 +8,8 @@ section 4 (bytes kept; sequence parallelism); Dao, "FlashAttention-2" 2023, figu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from operator import add
 
 import msgspec
 
@@ -17,12 +18,22 @@ from pipefit.cost.rings import Ring, all_gather_s, all_reduce_s, even, ring_of
 from pipefit.cost.roofline import pass_s, product_s, slowest_of
 from pipefit.cost.tensor import tensor_shard
 from pipefit.errors import ProfileError
+from pipefit.planner import torchtitan as titan
+from pipefit.planner.block_parts import (
+    FUSED,
+    kept_between,
+    kept_of_scores,
+    passes_of_block,
+    passes_s,
+    product_times,
+    seen_s,
+    weights_s,
+)
 from pipefit.planner.transformer import Transformer, is_transformer, text_of, transformer_of
 from pipefit.spec import Device, Layer, Profile, Topology
 from pipefit.spec.counted import Counted
 from pipefit.spec.profile import ARITHMETIC
 
-_FUSED = ("flash", "flash1", "cudnn")
 _FLASH1 = 0.47, 0.36
 """Shares of the rate of a large product that FlashAttention 1 reaches on an A100, forward and backward.
 
@@ -108,9 +119,7 @@ def transformer_profile(
         many = list(microbatch)
     pace, ring = _shared(device, tensor, topology)
     found = [msgspec.structs.replace(_at(model, b, pace, ring), computed_for=made_for) for b in many]
-    if len(found) > 1:
-        return found[0].with_others(found[1:])
-    return found[0]
+    return found[0].with_others(found[1:])
 
 
 def profile_at(profile: Profile, microbatch: int, tensor: int, topology: Topology) -> Profile:
@@ -196,23 +205,6 @@ def _optimizer_s(device: Device, weight_bytes: float, e: int) -> float:
     return pass_s(device, moved * weight_bytes / e)
 
 
-def _products_s(device: Device, shapes: Iterable[tuple[int, int, int]], e: int) -> tuple[float, float, float]:
-    """Seconds of products of inputs (m, k) and weights (k, n): forward, gradients of the inputs, of the weights."""
-    forward_s = 0.0
-    input_s = 0.0
-    weight_s = 0.0
-    for m, n, k in shapes:
-        forward_s += product_s(device, m, n, k, 1, e)
-        input_s += product_s(device, m, k, n, 1, e)
-        weight_s += product_s(device, k, n, m, 1, e)
-    return forward_s, input_s, weight_s
-
-
-def _passes_s(device: Device, sizes: Iterable[float]) -> float:
-    """Seconds of kernels that move so many bytes each."""
-    return sum(pass_s(device, size) for size in sizes)
-
-
 def _added_s(device: Device, model: Transformer, count: float) -> float:
     """Seconds of adding the gradients of so many weights to those of the micro-batches before."""
     e = model.bytes
@@ -228,7 +220,7 @@ def _core_s(device: Device, model: Transformer, b: int, heads: int) -> tuple[flo
     s = model.sequence
     width = model.hidden // model.heads
     scores = b * heads * s * s
-    if model.attention in _FUSED:
+    if model.attention in FUSED:
         return _fused_core_s(device, model, 2 * scores * width, 4 * e * b * heads * s * width)
     if width * e % _ALIGNED:
         device = msgspec.structs.replace(device, efficiency=device.efficiency / _WITHOUT_TENSOR_CORES)
@@ -237,16 +229,15 @@ def _core_s(device: Device, model: Transformer, b: int, heads: int) -> tuple[flo
     # Each of the two products has two gradients, which are products of the same sizes.
     back_s = 2 * used_s + 2 * made_s
     kernels = [2 * e * scores]  # scale, mask and softmax
-    if model.attention == "eager":
-        kernels = [size * scores for size in (2 * e, 2 * e + 1, e + 4, 8, 4 + e)]
     back = [3 * e * scores]
     if model.attention == "eager":
+        kernels = [size * scores for size in (2 * e, 2 * e + 1, e + 4, 8, 4 + e)]
         back = [size * scores for size in (4 + e, 12, 4 + e, 2 * e + 1, 2 * e)]
     dropped_s = 0.0
     if model.dropout:
         dropped_s = pass_s(device, (2 * e + 1) * scores, randoms=scores)
         back.append((2 * e + 1) * scores)
-    return made_s + used_s + _passes_s(device, kernels) + dropped_s, back_s + _passes_s(device, back)
+    return made_s + used_s + passes_s(device, kernels) + dropped_s, back_s + passes_s(device, back)
 
 
 def _fused_core_s(device: Device, model: Transformer, flops: float, num_bytes: float) -> tuple[float, float]:
@@ -288,119 +279,53 @@ def _block(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
     own = [-(-width // t) for width in (model.qkv, h, model.up, model.wide)]
     shapes = [(tokens, own[0], h), (tokens, h, own[1]), (tokens, own[2], h), (tokens, h, own[3])]
     core_s, core_back_s = _core_s(device, model, b, heads)
-    products_s, input_s, weight_s = _products_s(device, shapes, e)
-    if model.fp8:
-        fast = msgspec.structs.replace(device, flops=device.fp8_flops)
-        products_s, input_s, weight_s = _products_s(fast, shapes, 1)
-        # Inputs and gradients of outputs are converted, each also transposed, for the gradients of the weights.
-        products_s += _passes_s(device, [(e + 2) * m * k for m, _, k in shapes])
-        input_s += _passes_s(device, [(e + 2) * m * n for m, n, _ in shapes])
+    made, inputs, weights = zip(*(weights_s(device, model, shape) for shape in shapes), strict=True)
     between = stream / t if model.sequence_parallel else stream
-    forward = [*_norm(model, between) * 2, 2 * e * stream / t]  # the heads side by side
-    backward_input = [*_norm_back(model, between) * 2, *(3 * e * between,) * 2]  # residual and branch added up
-    backward_input += [2 * e * stream / t, 2 * e * qkv * stream / t]  # heads; queries, keys and values side by side
-    backward_weight = [2 * e * between] * 2  # norms
-    if not model.fused_norms:
-        backward_weight += [2 * e * between] * 2  # a product, and its sum
-    if model.bias:
-        forward.append(2 * e * qkv * stream / t)
-        backward_input += [2 * e * stream / t] * 2  # queries and keys scaled
-        backward_weight += [e * width * stream for width in (qkv / t, 1, up / t, 1)]
-    elif model.fused_passes:
-        turned = 2 * e * (1 + model.keys / model.heads) * stream / t
-        forward.append(turned)
-        backward_input.append(turned)
-    else:
-        turned = (1 + model.keys / model.heads) * stream / t
-        # Times cosine; a half negated, halves exchanged, times sine; added. Back, halves come out of zeros.
-        forward += [size * e * turned for size in (2, 1, 2, 2, 3)]
-        backward_input += [size * e * turned for size in (2, 1, 1.5, 1.5, 3, 2, 3)]
-    if model.gated and model.fused_passes:
-        forward.append(3 * e * wide * stream / t)
-        backward_input.append(5 * e * wide * stream / t)
-    elif model.gated:
-        forward += [2 * e * wide * stream / t, 3 * e * wide * stream / t]  # SiLU, and its product with the other half
-        backward_input += [5 * e * wide * stream / t, 3 * e * wide * stream / t]
-    else:
-        forward.append(2 * e * wide * stream / t)  # bias and GELU
-        backward_input.append(3 * e * wide * stream / t)
+    forward, backward_input, backward_weight = passes_of_block(model, stream, between, t)
     if model.dropout:
         joined_s = 2 * pass_s(device, (3 * e + 1) * between, randoms=between)  # bias, dropout, residual
         backward_input += [(2 * e + 1) * between] * 2
     else:
         joined_s = 2 * pass_s(device, 3 * e * between)
     added_s = sum(_added_s(device, model, m * h / t) for m in (model.qkv, h, model.up, model.wide))
-    sum_s = all_reduce_s(ring, e * stream)
-    forward_sums_s = 2 * sum_s
-    backward_sums_s = model.sums * sum_s
-    if model.overlapped:
-        # Products and sums go in t pieces at the same time, of which the first has nothing next to it.
-        hidden = 1 - 1 / t
-        forward_sums_s -= hidden * min(forward_sums_s, products_s)
-        backward_sums_s -= hidden * min(backward_sums_s, input_s + weight_s)
-    inputs = stream if model.gathered else between  # outputs of the norms, of the two products after them
+    half_s = all_reduce_s(ring, e * stream) / 2
+    # Inputs of the first and the third product are gathered, outputs of the others scattered; back the other way round.
+    forward_s = sum(made) + seen_s(model, (half_s,) * 4, made, t)
+    backward_s = seen_s(model, (model.sums * half_s / 2,) * 4, map(add, inputs, weights), t)
+    input_s = sum(inputs) + backward_s
+    weight_s = sum(weights)
+    whole = stream if model.gathered else between  # outputs of the norms, of the two products after them
     widths = qkv + 1 + up + wide
     if model.gated and not model.fused_passes:
         widths += wide  # the output of SiLU
-    kept = e * (_kept_between(model) * between + 2 * inputs + widths * stream / t)
+    kept = e * (kept_between(model) * between + 2 * whole + widths * stream / t)
     vectors = 2 * h
     if model.bias:
         vectors = 4 * h + model.qkv + h + model.up + h
+    replay_s = None
+    part_s = core_s
+    part = kept
+    if model.torchtitan:
+        forward_s, input_s, weight_s, whole_s, part_s = titan.product_times(device, model, tokens, ring)
+        others_s = passes_s(device, forward) + joined_s / 2
+        replay_s = whole_s + core_s + others_s
+        part_s += others_s
+        part = titan.kept_bytes(model, tokens, t, between)
     return Layer(
         "block",
-        products_s + core_s + _passes_s(device, forward) + joined_s + forward_sums_s,
-        input_s + core_back_s + _passes_s(device, backward_input) + backward_sums_s,
-        weight_s + _passes_s(device, backward_weight) + added_s,
+        forward_s + core_s + passes_s(device, forward) + joined_s,
+        input_s + core_back_s + passes_s(device, backward_input),
+        weight_s + passes_s(device, backward_weight) + added_s,
         output_bytes=e * stream,
-        saved_bytes=kept + _kept_of_scores(model, tokens) / t,
+        saved_bytes=kept + kept_of_scores(model, tokens) / t,
         weight_bytes=e * (model.matrices + vectors) / t,
         # The inputs of the products, of the widths of their outputs; the sums of the second and the fourth are whole.
         half_bytes=((qkv + up) / t + 2) * e * stream,
-        input_bytes=e * stream,
-        selective_bytes=kept,
-        attention_s=core_s,
+        input_bytes=e * between,
+        selective_bytes=part,
+        attention_s=part_s,
+        replay_s=replay_s,
     )
-
-
-def _norm(model: Transformer, stream: float) -> list[float]:
-    """Bytes that each kernel of a norm moves."""
-    e = model.bytes
-    if model.fused_norms:
-        return [2 * e * stream]
-    # To 4 bytes, squared, mean, scaled, back, and times the weight.
-    return [size * stream for size in (e + 4, 8, 4, 8, 4 + e, 2 * e)]
-
-
-def _norm_back(model: Transformer, stream: float) -> list[float]:
-    e = model.bytes
-    if model.fused_norms:
-        return [3 * e * stream]
-    # Times the weight, to 4 bytes, and of two products, a sum, mean and square their gradients, added; and back.
-    return [size * stream for size in (2 * e, e + 4, 12, 8, 4, 8, 8, 8, 12, 12, 4 + e)]
-
-
-def _kept_between(model: Transformer) -> float:
-    """Elements for each of the stream that a block keeps outside its products: inputs of norms, masks."""
-    kept = 2.0
-    if model.dropout:
-        kept += 1  # two masks of a byte
-    if not model.fused_norms:
-        kept += 4  # each norm keeps its input in 4 bytes and its output before the weight
-    return kept
-
-
-def _kept_of_scores(model: Transformer, tokens: int) -> float:
-    """Bytes that attention keeps for its backward in addition to its inputs and output."""
-    e = model.bytes
-    if model.attention in _FUSED:
-        return 4 * model.heads * tokens  # a sum for each row
-    scores = model.heads * model.sequence * tokens
-    kept = float(e)
-    if model.dropout:
-        kept += 1.5 * e
-    if model.attention == "eager":
-        kept += 4
-    return kept * scores
 
 
 def _head(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
@@ -416,14 +341,14 @@ def _head(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
     stream = e * tokens * h
     logits = tokens * own
     weights = e * vocab * h / ring.size
-    forward_s, input_s, weight_s = _products_s(device, [(tokens, own, h)], e)
+    forward_s, input_s, weight_s = product_times(device, (tokens, own, h), e)
     kept_bytes = stream + 4.0 * logits
     replayed_bytes = None
     if model.fused_loss:
         # Conversion, maximum, difference, exponential, sum and quotient; then gradient and conversion.
-        forward_s += _passes_s(device, [size * logits for size in (e + 4, 4, 8, 8, 4, 8)])
+        forward_s += passes_s(device, [size * logits for size in (e + 4, 4, 8, 8, 4, 8)])
         forward_s += 3 * all_reduce_s(ring, 4 * tokens)
-        input_s += _passes_s(device, [size * logits for size in (8, 4 + e)])
+        input_s += passes_s(device, [size * logits for size in (8, 4 + e)])
     else:
         logits = tokens * vocab
         forward_s += all_gather_s(ring, e * logits)
@@ -454,7 +379,7 @@ def _whole_loss_s(device: Device, model: Transformer, tokens: int) -> float:
     # Conversion; logarithm of softmax, which reads for maximum, sum and result; the largest logits, for an
     # accuracy. Then zeros, the gradient of softmax, and conversion.
     e = model.bytes
-    return _passes_s(device, [size * tokens * model.vocab for size in (e + 4, 16, 4, 4, 16, 4 + e)])
+    return passes_s(device, [size * tokens * model.vocab for size in (e + 4, 16, 4, 4, 16, 4 + e)])
 
 
 def _at(model: Transformer, b: int, device: Device, ring: Ring) -> Profile:
@@ -473,6 +398,8 @@ def _at(model: Transformer, b: int, device: Device, ring: Ring) -> Profile:
     block = _block(device, model, b, ring)
     made += [msgspec.structs.replace(block, name=f"block{index}") for index in range(model.layers)]
     made.append(_head(device, model, b, ring))
+    if model.torchtitan:
+        made = [titan.with_copies(layer, device, model) for layer in made]
     weights = sum(layer.weight_bytes for layer in made)
     return Profile(
         text_of(model),

@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import numpy as np
 
-from pipefit.cost import speeds_of
 from pipefit.partition import gpipe, minmax, uniform
 from pipefit.partition.balance import Array, allowed, divide, layer_times, least_maximum, message_spans, spans
 from pipefit.planner.computed_profile import num_blocks
-from pipefit.planner.holdings import Holding, fills, holdings_of, least_replayed, most_bytes
+from pipefit.planner.holdings import fills, holdings_of, least_replayed, most_bytes
 from pipefit.planner.space import Config, Problem, num_frozen_layers, placement_for, positions
 from pipefit.spec import Partition, Profile, StageSpec
 
 
-class Within(NamedTuple):
-    """The values that each rank holds, and its memory."""
-
-    holdings: tuple[Holding, ...]
-    limits: list[float]
-
-
-def cut(problem: Problem, config: Config, recomputed: set[int], within: Within | None = None) -> Partition | None:
+def cut(
+    problem: Problem, config: Config, recomputed: set[int], limits: Sequence[float] | None = None
+) -> Partition | None:
     """The stages of a candidate; None when no cut fits the memory.
 
     Args:
         problem: of the search.
         config: the candidate.
         recomputed: the stages that replay their forward.
-        within: the memory that a cut must fit; None: only time decides. One stage per rank, then.
+        limits: the memory of each rank, which a cut must fit, with one stage per rank; None: only time decides.
     """
     stages = []
     if config.layers:
@@ -41,7 +34,7 @@ def cut(problem: Problem, config: Config, recomputed: set[int], within: Within |
         for layers, count in zip(config.layers, copies, strict=True):
             stages.append(StageSpec(layers, count, recompute=config.recompute))
         return Partition(tuple(stages))
-    plain = _divided(problem, config, recomputed, within)
+    plain = _divided(problem, config, recomputed, limits)
     if plain is None:
         return None
     frozen = problem.of(config).num_frozen(plain)
@@ -63,7 +56,9 @@ def _uniform(profile: Profile, num_stages: int) -> Partition:
     return uniform(profile, num_stages)
 
 
-def _divided(problem: Problem, config: Config, recomputed: set[int], within: Within | None) -> Partition | None:
+def _divided(
+    problem: Problem, config: Config, recomputed: set[int], limits: Sequence[float] | None = None
+) -> Partition | None:
     """The layers of each stage, by the candidate's partitioner and the speeds of its ranks."""
     profile = problem.of(config)
     slow = problem.slowness_of(config)
@@ -74,11 +69,11 @@ def _divided(problem: Problem, config: Config, recomputed: set[int], within: Wit
     if config.partitioner == "gpipe":
         speeds = [1 / slow[rank] for rank in positions(config)]
         return gpipe(profile, config.num_stages, speeds=speeds)
-    if within is not None:
+    if limits is not None:
         times = _time_spans(problem, config, recomputed, slow)
-        needs = _needs(problem, config, within.holdings)
+        needs = _needs(problem, config, recomputed)
         fitting = []
-        for need, limit, time in zip(needs, within.limits, times, strict=True):
+        for need, limit, time in zip(needs, limits, times, strict=True):
             fitting.append(np.where(need <= limit, time, np.inf))
         counts = divide(fitting)
     else:
@@ -102,7 +97,7 @@ def busiest_s(problem: Problem, config: Config, recomputed: set[int]) -> float:
     Where there is one stage per rank, memory may change the cut: so those of the best cut. Else of the cut by time.
     """
     m = config.per_pipeline
-    speeds = set(speeds_of(problem.ranks(config.tensor)))
+    speeds = set(problem.speeds(config.tensor))
     if len(speeds) > 1 or m == 1 or config.replicas:
         return 0.0
     slow = problem.slowness_of(config)
@@ -125,7 +120,7 @@ def busiest_s(problem: Problem, config: Config, recomputed: set[int]) -> float:
         for load in loads.values():
             with_way[id(load)] = allowed(load + way[:, None])
         return least_maximum([with_way[id(load)] for load in of_stage])
-    chosen = _divided(problem, config, recomputed, None)
+    chosen = _divided(problem, config, recomputed)
     assert chosen is not None
     busy_s: dict[int, float] = {}
     for rank, load, stage in zip(positions(config), of_stage, chosen.stages, strict=True):
@@ -182,7 +177,7 @@ def _link_spans(problem: Problem, config: Config) -> Array:
 
 def least_bytes(problem: Problem, config: Config) -> float:
     """The smallest memory in which a candidate of one stage per rank fits, with the best cut for memory."""
-    needs = _needs(problem, config, holdings_of(config, range(config.depth)))
+    needs = _needs(problem, config, range(config.depth))
     counts = divide(needs)
     if counts is None:
         return float("inf")
@@ -192,8 +187,8 @@ def least_bytes(problem: Problem, config: Config) -> float:
     return least
 
 
-def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...]) -> list[Array]:
-    """For each rank the array [a, b]: its peak bytes if its stage held the layers a…b−1."""
+def _needs(problem: Problem, config: Config, recomputed: Collection[int]) -> list[Array]:
+    """For each rank the array [a, b]: its peak bytes if its stage held the layers a…b−1, where some stages replay."""
     profile = problem.of(config)
     plain = problem.at(config.microbatch_size, config.tensor)
     layers = profile.layers
@@ -217,7 +212,7 @@ def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...]) -> l
         figures["weights"] = whole
         always = always - frozen + whole / config.data
     needs = []
-    for stage, holding in enumerate(holdings):
+    for stage, holding in enumerate(holdings_of(config, recomputed)):
         spans_of = partial(_spans_of, figures, entering, stage)
         needs.append(always + most_bytes(holding, spans_of))
     return needs

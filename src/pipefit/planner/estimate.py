@@ -6,10 +6,11 @@ import math
 from operator import truediv
 
 from pipefit.errors import ScheduleError
+from pipefit.ir.instruction import Indices
 from pipefit.ir.op import Kind
 from pipefit.planner.bounds import least_s
 from pipefit.planner.candidate import Estimate, costs_of
-from pipefit.planner.cuts import Within, busiest_s, cut, least_bytes
+from pipefit.planner.cuts import busiest_s, cut, least_bytes
 from pipefit.planner.holdings import Holding, ahead_of, first_holdings, holdings_of, peaks
 from pipefit.planner.space import Config, Problem, positions
 from pipefit.planner.spilled_candidates import estimate_spilled
@@ -97,8 +98,8 @@ def _least_s(problem: Problem, config: Config, partition: Partition) -> float:
     return problem.once(("least", config, partition), lambda: least_s(problem, config, partition, timing))
 
 
-def _stages_of(config: Config) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = [()] * config.depth
+def _stages_of(config: Config) -> list[Indices]:
+    found: list[Indices] = [()] * config.depth
     for stage, rank in enumerate(positions(config)):
         found[rank] += (stage,)
     return found
@@ -132,7 +133,7 @@ def _estimate(problem: Problem, config: Config) -> Estimate:
         if config.recompute == "some" and recomputed != every:
             choices.append(every)
         for again in choices:
-            tight = cut(problem, config, again, Within(holdings_of(config, again), limits))
+            tight = cut(problem, config, again, limits)
             if tight is not None:
                 return _measure(problem, config, tight, again, limits)
     return found

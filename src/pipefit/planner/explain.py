@@ -6,10 +6,12 @@ import shutil
 from collections.abc import Iterable, Sequence
 
 from pipefit.cost import speeds_of
+from pipefit.ir.instruction import Indices
 from pipefit.planner.candidate import LESS_SHARED
 from pipefit.planner.plan_figures import at_size_of
 from pipefit.planner.transformer import transformer_of
 from pipefit.spec import Candidate, Plan, Profile, SpillSpec, Topology
+from pipefit.spec.plan import Figures
 from pipefit.units import counted, format_bytes, format_seconds, table, wrapped
 
 
@@ -202,10 +204,10 @@ def _stages(plan: Plan, profile: Profile | None, topology: Topology | None) -> l
         head += ["forward", "backward", "weights"]
         figures = at_size_of(plan, profile)
     rows = [head]
-    speeds: tuple[float, ...] = ()
+    speeds: Figures = ()
     if topology:
         speeds = speeds_of(topology, plan.tensor)
-    peaks: tuple[float, ...] = ()
+    peaks: Figures = ()
     if plan.prediction:
         peaks = plan.prediction.peak_bytes
     for index, (stage, ranks) in enumerate(zip(plan.partition.stages, plan.placement.ranks, strict=True)):
@@ -240,7 +242,7 @@ def _own_times(seconds: float, speeds: Sequence[float]) -> str:
     return f"{fastest}…{slowest}"
 
 
-def _layers(layers: tuple[int, ...]) -> str:
+def _layers(layers: Indices) -> str:
     if layers == tuple(range(layers[0], layers[-1] + 1)):
         if len(layers) == 1:
             return f"{layers[0]}"
@@ -248,7 +250,7 @@ def _layers(layers: tuple[int, ...]) -> str:
     return f"{len(layers)} from {layers[0]} on"
 
 
-def _ranks(ranks: tuple[int, ...]) -> str:
+def _ranks(ranks: Indices) -> str:
     if len(ranks) <= 4:
         return " ".join(map(str, ranks))
     return f"{ranks[0]} {ranks[1]} … {ranks[-1]} ({len(ranks)})"

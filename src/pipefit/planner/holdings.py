@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +18,8 @@ from numpy.typing import NDArray
 
 from pipefit.cost import CostModel
 from pipefit.errors import ScheduleError
-from pipefit.ir.collector import collector_paused
 from pipefit.ir.graph import FEW_SENDS
+from pipefit.ir.instruction import Groups, Indices
 from pipefit.ir.liveness import Lifetime, lifetimes, peak_inflight, working_lifetimes
 from pipefit.ir.op import Op, Reduction
 from pipefit.ir.program import Program
@@ -29,7 +27,7 @@ from pipefit.ir.values import ACT, SAVED, WEIGHTS, Value
 from pipefit.partition.balance import Array
 from pipefit.planner.space import Config
 from pipefit.schedules import Schedule, Shape, find
-from pipefit.spec.plan import SHARD_SLOTS, Shard
+from pipefit.spec.plan import SHARD_SLOTS, Figures, Shard
 
 # Forwards of a program that is counted whole.
 _SMALL = 600
@@ -50,8 +48,8 @@ class Small(NamedTuple):
     depth: int
     microbatches: int
     chunks: int = 1
-    recompute: tuple[int, ...] | None = ()
-    replicas: tuple[int, ...] = ()
+    recompute: Indices | None = ()
+    replicas: Indices = ()
     frozen: int = 0
     works: bool = False
     summed: bool = False
@@ -120,7 +118,7 @@ def _held_in(config: Config, recompute: bool, frozen: int, works: bool) -> tuple
     return tuple(grown)
 
 
-def replayed(config: Config) -> tuple[float, ...]:
+def replayed(config: Config) -> Figures:
     """Of each stage the share of its forwards that are replayed, if all stages keep only their input.
 
     Forwards whose backward follows at once are not replayed.
@@ -157,7 +155,7 @@ def collectives_of(config: Config) -> list[tuple[float, float]]:
     return found
 
 
-def least_replayed(config: Config) -> tuple[float, ...]:
+def least_replayed(config: Config) -> Figures:
     """Of each stage at least so large a share of its forwards is replayed, if all keep only their input.
 
     No program is needed where the schedule knows its forwards before the first backward: where there is only one, each
@@ -179,7 +177,7 @@ def least_replayed(config: Config) -> tuple[float, ...]:
     return tuple(shares.get(count, 1.0) for count in counts)
 
 
-def ahead_of(config: Config) -> tuple[tuple[int, ...], ...]:
+def ahead_of(config: Config) -> Groups:
     """Of each rank the forwards of its stages before its first backward; (): only the program shows them."""
     if config.replicas:
         return ()
@@ -187,7 +185,7 @@ def ahead_of(config: Config) -> tuple[tuple[int, ...], ...]:
 
 
 @lru_cache(maxsize=4096)
-def _ahead(schedule: Schedule, depth: int, count: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+def _ahead(schedule: Schedule, depth: int, count: int, chunks: int) -> Groups:
     formula = schedule.ahead
     if formula is None:
         return ()
@@ -242,31 +240,27 @@ def small_program(small: Small) -> Program:
         steps = 3
     else:
         steps = 3 * depth + 2
-    with collector_paused():
-        shape = Shape(depth, count, chunks, steps, replicas, recompute=recompute, frozen=frozen, shard=small.shard)
-        return schedule(shape)
+    shape = Shape(depth, count, chunks, steps, replicas, recompute=recompute, frozen=frozen, shard=small.shard)
+    return schedule(shape)
 
 
 @lru_cache(maxsize=64)
-def _shown(schedule: Schedule, chunks: int) -> Program | None:
-    """A small program that shows the order of a schedule; None: it has no such program."""
-    with suppress(ScheduleError):
-        return small_program(Small(schedule, 4, _SHOWN, chunks))
-    return None
+def _shown(schedule: Schedule, chunks: int) -> tuple[float, bool]:
+    """The micro-batches that the first of four ranks holds at once, and whether backwards are whole.
 
-
-@lru_cache(maxsize=64)
-def _in_flight(schedule: Schedule, chunks: int) -> float:
-    """Maximum number of micro-batches that the first of four ranks holds at once."""
-    program = _shown(schedule, chunks)
-    if program is None:
-        return 0
-    return peak_inflight(program, 0)
+    0 and False where the schedule has no such program.
+    """
+    try:
+        program = small_program(Small(schedule, 4, _SHOWN, chunks))
+    except ScheduleError:
+        return 0, False
+    return peak_inflight(program, 0), all(i.op is not Op.BWD_INPUT for _, _, i in program)
 
 
 def holds_all(config: Config) -> bool:
     """Returns whether a rank holds every micro-batch of an update at once, as GPipe does."""
-    return _in_flight(find(config.schedule), min(config.chunks, 2)) == _SHOWN
+    in_flight, _ = _shown(find(config.schedule), min(config.chunks, 2))
+    return in_flight == _SHOWN
 
 
 def fills(config: Config) -> bool:
@@ -275,21 +269,16 @@ def fills(config: Config) -> bool:
     The last work of a rank is then a whole backward, whose gradient the ranks before it need.
     """
     schedule = find(config.schedule)
-    return schedule.is_synchronous and schedule.flushes and _has_whole_backwards(schedule, min(config.chunks, 2))
-
-
-@lru_cache(maxsize=64)
-def _has_whole_backwards(schedule: Schedule, chunks: int) -> bool:
-    program = _shown(schedule, chunks)
-    if program is None:
-        return False
-    instructions = chain.from_iterable(program.ranks)
-    return all(i.op is not Op.BWD_INPUT for i in instructions)
+    _, has_whole_backwards = _shown(schedule, min(config.chunks, 2))
+    return schedule.is_synchronous and schedule.flushes and has_whole_backwards
 
 
 def filling(config: Config) -> int:
     """Micro-batches that fill a pipeline: p, or 2p with chunks and where more are in flight than there are ranks."""
-    if config.chunks > 1 or 4 < _in_flight(find(config.schedule), 1) < _SHOWN:
+    if config.chunks > 1:
+        return 2 * config.depth
+    in_flight, _ = _shown(find(config.schedule), 1)
+    if 4 < in_flight < _SHOWN:
         return 2 * config.depth
     return config.depth
 
@@ -313,7 +302,7 @@ def _counted(config: Config) -> Small:
 
 
 @lru_cache(maxsize=512)
-def _run_once(small: Small) -> tuple[float, ...]:
+def _run_once(small: Small) -> Figures:
     """Of each stage the forwards per update that are not replayed, if all stages keep only their input."""
     program = small_program(small)
     header = program.header
@@ -332,9 +321,8 @@ def _held(small: Small) -> tuple[Holding, ...]:
     lives_of: Callable[[Program, int], list[Lifetime]] = lifetimes
     if small.works:
         lives_of = partial(working_lifetimes, summed=small.summed)
-    with collector_paused():
-        ranks = [ranks[0] for ranks in program.header.placement[: small.depth]]
-        return tuple(_rows(lives_of(program, rank)) for rank in ranks)
+    ranks = [ranks[0] for ranks in program.header.placement[: small.depth]]
+    return tuple(_rows(lives_of(program, rank)) for rank in ranks)
 
 
 @lru_cache(maxsize=512)
@@ -360,7 +348,7 @@ def most_bytes(holding: Holding, size_of: Callable[[str, int], float | Array]) -
     return found
 
 
-def peaks(holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[tuple[int, ...]]) -> tuple[float, ...]:
+def peaks(holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[Indices]) -> Figures:
     """Peak bytes of each rank, optimizer state included; every stage stays on its device."""
 
     def size_of(kind: str, stage: int) -> float:

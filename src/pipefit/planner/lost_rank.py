@@ -12,7 +12,7 @@ import msgspec
 
 from pipefit.cost import CostModel, unit
 from pipefit.errors import PipefitError, PlanError, ScheduleError
-from pipefit.ir.instruction import Indices
+from pipefit.ir.instruction import Groups
 from pipefit.ir.liveness import peak_inflight
 from pipefit.ir.program import Program
 from pipefit.schedules import find, shape_of
@@ -31,7 +31,7 @@ def plan_without(
     *,
     cost: CostModel | None = None,
     held: float | None = None,
-    ties: tuple[Indices, ...] = (),
+    ties: Groups = (),
     clip: bool = False,
 ) -> Plan:
     """The plan for the ranks that are left when one is lost, numbered by their places among these.
@@ -118,7 +118,7 @@ def _most_held(before: Program, program_of_rest: Callable[[], Program]) -> float
     return max(most, _fullest(own))
 
 
-def _left(plan: Plan, lost: int) -> tuple[Indices, ...]:
+def _left(plan: Plan, lost: int) -> Groups:
     """The ranks of each stage without the one that is lost, in their new numbers."""
     num_ranks = plan.placement.num_ranks
     if not 0 <= lost < num_ranks or num_ranks == 1:

@@ -74,14 +74,19 @@ def _of_gpus(text: str) -> Topology | None:
     if known is None:
         raise TopologyError(f"{text}: {form}; no GPU {kind!r}; {nearest(kind.upper(), _GPUS)}")
     machine = Topology.load(_FOLDER / f"{known}.toml")
-    inner, outer = machine.levels
+    inner = machine.levels[0]
     count = int(servers or 1)
     if not (1 <= int(each) <= inner.width and count):
         raise TopologyError(f"{text}: {form}; servers have 1 to {inner.width} {kind}, and there is at least one server")
-    levels = [replace(inner, width=int(each))]
+    return replace(of_servers(machine, int(each), count), name=text)
+
+
+def of_servers(machine: Topology, each: int, count: int) -> Topology:
+    """A machine with so many servers of so many devices."""
+    levels = [replace(machine.levels[0], width=each)]
     if count > 1:
-        levels.append(replace(outer, width=count))
-    return replace(machine, name=text, levels=tuple(levels))
+        levels.append(replace(machine.levels[-1], width=count))
+    return replace(machine, levels=tuple(levels))
 
 
 def load_topology(name: str | Path) -> Topology:

@@ -21,8 +21,6 @@ def ranks_of(num_processes: int, tensor: int, data: int = 1) -> int:
     Raises:
         PlanError: the processes are not a multiple of tensor · data.
     """
-    if tensor < 1 or data < 1:
-        raise PlanError(f"tensor and data: expected at least 1, got {tensor} and {data}")
     if num_processes % (tensor * data):
         widths = f"tensor={tensor}" + (f" × data={data}" if data > 1 else "")
         raise PlanError(
@@ -94,14 +92,7 @@ def by_hand(
             f"{count} stages need at least {count} layers, the model has {num_layers}; use fewer ranks or chunks, "
             "or split the model into more layers"
         )
-    if stages is not None:
-        partition = Partition.from_counts(stages, num_layers)
-    elif profile is not None:
-        partition = minmax(profile, count)
-    elif costs is not None:
-        partition = _balanced(costs, count)
-    else:
-        partition = Partition.even(num_layers, count)
+    partition = _cut(num_layers, count, stages, profile, costs)
     placement = placement_of(depth, num_chunks, layout, tuple(replicas))
     copies = [len(ranks) for ranks in placement]
     alike = 1
@@ -124,6 +115,23 @@ def by_hand(
         shard=shard,
         model=model,
     )
+
+
+def _cut(
+    num_layers: int,
+    num_stages: int,
+    stages: Sequence[int] | None,
+    profile: Profile | None,
+    costs: Sequence[float] | None,
+) -> Partition:
+    """The layers of each stage: as given, else balanced by a profile, else by costs, else equally many."""
+    if stages is not None:
+        return Partition.from_counts(stages, num_layers)
+    if profile is not None:
+        return minmax(profile, num_stages)
+    if costs is not None:
+        return _balanced(costs, num_stages)
+    return Partition.even(num_layers, num_stages)
 
 
 def _balanced(costs: Sequence[float], num_stages: int) -> Partition:

@@ -4,7 +4,9 @@ A run is a line of a CSV file with these columns (more are allowed):
 
     model        gpt:layers=… or llama:layers=…
     devices      in all
-    tensor, depth, chunks, microbatch, batch, recompute (none, stage, layer, selective), sharded (0 or 1)
+    tensor, depth, chunks, microbatch, batch, recompute (none, stage, layer, selective)
+    sharded      what copies share, by the stages of ZeRO: 0 nothing, 1 the optimizer, 3 also weights (FSDP); then a
+                 rank may have several chunks at depth 1, of which one at a time is gathered
     seconds      of a step; empty: it ran out of memory
     cut          optional: blocks (equally many in each stage, as Megatron-LM cuts) or weights (stages of equal
                  weights, as DeepSpeed cuts where nothing is said); empty: blocks
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
@@ -22,13 +24,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from pipefit.errors import InfeasibleError, PlanError, ProfileError
+from pipefit.errors import PlanError, ProfileError
 from pipefit.planner.candidate import costs_of
 from pipefit.planner.computed_profile import transformer_profile
-from pipefit.planner.methods import problem_of, search_by, space_of
-from pipefit.planner.plan_options import PlanOptions
+from pipefit.planner.estimate import estimate
+from pipefit.planner.machines import of_servers
+from pipefit.planner.methods import problem_of
 from pipefit.planner.reserved import reserved_bytes, visible_bytes
-from pipefit.planner.space import positions
+from pipefit.planner.simulated import simulated
+from pipefit.planner.space import Config, positions
 from pipefit.planner.transformer import transformer_of
 from pipefit.spec import Device, Level, Topology
 from pipefit.spec.files import read_text
@@ -59,7 +63,7 @@ class MeasuredRun:
         microbatch: samples of a micro-batch.
         batch: samples of a step.
         recompute: what backwards replay.
-        sharded: whether copies share the optimizer.
+        shard: what copies share.
         seconds: of a step; None: it ran out of memory.
         place: its file and line, or its folder, for messages.
         cut: what all stages have equally much of, a key of `CUTS`.
@@ -73,7 +77,7 @@ class MeasuredRun:
     microbatch: int
     batch: int
     recompute: str
-    sharded: bool
+    shard: Shard
     seconds: float | None
     place: str = "a run"
     cut: str = "blocks"
@@ -90,6 +94,8 @@ class MeasuredRun:
 CUTS = {"blocks": "uniform", "weights": "weights"}
 """The partitioner of each cut."""
 
+_SHARDS: dict[str, Shard] = {"0": "none", "1": "optimizer", "3": "weights"}
+_KNOWN: dict[str, Collection[str]] = {"recompute": RECOMPUTE, "sharded": _SHARDS, "cut": CUTS}
 _NUMBERS = ("devices", "tensor", "depth", "chunks", "microbatch", "batch")
 
 
@@ -113,6 +119,8 @@ def read_runs(path: Path) -> list[tuple[MeasuredRun, dict[str, str]]]:
 
 def _run(path: Path, number: int, line: dict[str, str]) -> MeasuredRun:
     where = f"{path.name}, line {number}"
+    cut = line.get("cut") or "blocks"
+    line = {**line, "cut": cut}
     sizes = {}
     for name in _NUMBERS:
         text = line[name] or ""
@@ -130,22 +138,18 @@ def _run(path: Path, number: int, line: dict[str, str]) -> MeasuredRun:
         raise ProfileError(
             f"{where}: {sizes['devices']} devices cannot be copies of tensor {sizes['tensor']} × depth {sizes['depth']}"
         )
-    if sizes["chunks"] > 1 and sizes["depth"] == 1:
+    for name, known in _KNOWN.items():
+        if line.get(name) not in known:
+            raise ProfileError(f"{where}: {name}: expected one of {', '.join(known)}, got {line.get(name)!r}")
+    shard = _SHARDS[line["sharded"]]
+    if sizes["chunks"] > 1 and sizes["depth"] == 1 and shard != "weights":
         raise ProfileError(f"{where}: chunks: expected 1 where the depth is 1, got {sizes['chunks']}")
-    if line["recompute"] not in RECOMPUTE:
-        raise ProfileError(f"{where}: recompute: expected one of {', '.join(RECOMPUTE)}, got {line['recompute']!r}")
-    if line["sharded"] not in ("0", "1"):
-        raise ProfileError(f"{where}: sharded: expected 0 or 1, got {line['sharded']!r}")
-    cut = line.get("cut") or "blocks"
-    if cut not in CUTS:
-        raise ProfileError(f"{where}: cut: expected {' or '.join(CUTS)}, got {cut!r}")
     try:
         transformer_of(line["model"])
     except ProfileError as problem:
         raise ProfileError(f"{where}: {problem}") from None
-    sharded = line["sharded"] == "1"
     return MeasuredRun(
-        line["model"], **sizes, recompute=line["recompute"], sharded=sharded, seconds=seconds, place=where, cut=cut
+        line["model"], **sizes, recompute=line["recompute"], shard=shard, seconds=seconds, place=where, cut=cut
     )
 
 
@@ -180,38 +184,43 @@ def predict(run: MeasuredRun, topology: Topology) -> Expected:
     profile = transformer_profile(model, run.microbatch, machine.device, topology=machine)
     problem = problem_of(profile, machine, run.batch)
     problem.blocking = True
-    schedules = None
-    chunks = None
-    if run.depth > 1:
-        schedules = ["1f1b"]
-        if run.chunks > 1:
-            schedules = ["interleaved"]
+    copies = run.devices // (run.tensor * run.depth)
+    microbatches, rest = divmod(run.batch, run.microbatch * copies)
+    if rest:
+        raise PlanError(f"{run}: cannot be planned: {copies} copies cannot share a batch of {run.batch} evenly")
+    schedule = "1f1b"
+    if run.depth == 1:
+        schedule = "data-parallel"
     if run.chunks > 1:
-        chunks = [run.chunks]
+        schedule = "interleaved"
     shard: Shard = "none"
-    if run.sharded and run.devices > run.tensor * run.depth:
-        shard = "optimizer"
-    options = PlanOptions(
-        schedules=schedules,
-        chunks=chunks,
-        tensors=[run.tensor],
-        depths=[run.depth],
-        microbatch_sizes=[run.microbatch],
-        recompute=recompute_kind(run.recompute),
-        shard=shard,
+    if copies > 1:
+        shard = run.shard
+    config = Config(
+        schedule,
+        copies,
+        run.depth,
+        run.tensor,
+        run.chunks,
+        run.microbatch,
+        microbatches * copies,
+        recompute_kind(run.recompute),
+        shard,
+        CUTS[run.cut],
     )
-    space = space_of(problem, options)
-    try:
-        winner = search_by("uniform", problem, replace(space, partitioner=CUTS[run.cut], links=False)).winner
-    except (InfeasibleError, PlanError) as error:
-        raise PlanError(f"{run}: cannot be planned: {error}") from None
-    assert winner.partition is not None
+    found = estimate(problem, config)
+    winner = None
+    if found.partition is not None:
+        winner = simulated(problem, found)
+    if winner is None or winner.partition is None:
+        raise PlanError(f"{run}: cannot be planned: {found.why or 'the schedule does not have this shape'}")
     _, sizes = costs_of(problem, winner.config, winner.partition)
     standing = [0.0] * run.depth
     for stage, rank in enumerate(positions(winner.config)):
-        standing[rank] += sizes.weight_bytes[stage] + sizes.wgrad_bytes[stage] + sizes.resident_bytes([stage])
-    groups = [run.tensor, run.depth, run.devices // (run.tensor * run.depth)]
-    exchanging = sum(width > 1 for width in groups)
+        standing[rank] += sizes.resident_bytes([stage])
+        if stage not in sizes.gathered:
+            standing[rank] += sizes.weight_bytes[stage] + sizes.wgrad_bytes[stage]
+    exchanging = sum(width > 1 for width in (run.tensor, run.depth, copies))
     taken = [reserved_bytes(*each, exchanging) for each in zip(standing, winner.peak_bytes, strict=True)]
     return Expected(winner.period_s, max(winner.peak_bytes), max(taken))
 
@@ -223,11 +232,8 @@ def _of_size(topology: Topology, run: MeasuredRun) -> Topology:
     servers, rest = divmod(run.devices, width)
     if rest or (servers > 1 and not others):
         raise PlanError(f"{run}: servers of {inner.width} devices cannot have {run.devices} in all")
-    levels = [msgspec.structs.replace(inner, width=width)]
-    if servers > 1:
-        levels.append(msgspec.structs.replace(others[-1], width=servers))
     roomy = msgspec.structs.replace(topology.device, memory_bytes=1e18)
-    return msgspec.structs.replace(topology, device=roomy, levels=tuple(levels))
+    return msgspec.structs.replace(of_servers(topology, width, servers), device=roomy)
 
 
 def fits(expected: Expected, device: Device) -> bool:
@@ -329,10 +335,8 @@ def fit_machine(runs: Sequence[MeasuredRun], topology: Topology) -> FittedMachin
 
 def _changed(topology: Topology, factors: np.ndarray) -> Topology:
     """The machine with constants times the exponentials of the factors, in the order of `CONSTANTS`."""
-    times = [1.0] * len(CONSTANTS)
-    for index, factor in enumerate(factors):
-        times[index] = float(np.exp(factor))
-    products, inner, memory, outer, kernel = times
+    missing = len(CONSTANTS) - len(factors)
+    products, inner, memory, outer, kernel = map(float, np.exp(np.pad(factors, (0, missing))))
     device = topology.device
     changed = msgspec.structs.replace(
         device,

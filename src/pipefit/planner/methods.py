@@ -10,6 +10,7 @@ from typing import cast
 
 from pipefit.cost import usual_state
 from pipefit.errors import InfeasibleError, PlanError
+from pipefit.ir.instruction import Indices
 from pipefit.planner.asynchronous import replicated
 from pipefit.planner.computed_profile import num_blocks
 from pipefit.planner.plan_options import ANY, PlanOptions
@@ -31,19 +32,11 @@ def problem_of(
     global_batch: int | None = None,
     state_per_weight: float | None = None,
 ) -> Problem:
-    """The problem without a cap.
-
-    Raises:
-        PlanError: a batch below 1 or negative state.
-    """
+    """The problem without a cap."""
     if global_batch is None:
         global_batch = profile.microbatch_size * max(topology.num_devices, 8)
-    if global_batch < 1:
-        raise PlanError(f"global_batch: expected at least 1, got {global_batch}")
     if state_per_weight is None:
         state_per_weight = usual_state(profile)
-    if not state_per_weight >= 0:
-        raise PlanError(f"state_per_weight: expected 0 or more, got {state_per_weight}")
     return Problem(profile, topology, global_batch, state_per_weight)
 
 
@@ -126,7 +119,7 @@ def _replays(profile: Profile, method: str, wanted: object) -> tuple[str, ...]:
     return tuple(kind for kind in usual if profile.can_replay(kind)) or ("stage",)
 
 
-def _widths(problem: Problem, most: int) -> tuple[int, ...]:
+def _widths(problem: Problem, most: int) -> Indices:
     """Tensor widths to choose from; on processes of this machine, where plans must run, only widths given by name."""
     if not num_blocks(problem.profile) or problem.topology.name.startswith("local:"):
         return (1,)
@@ -135,7 +128,7 @@ def _widths(problem: Problem, most: int) -> tuple[int, ...]:
     return tuple(2**k for k in range(12) if 2**k <= most)
 
 
-def _sizes(profile: Profile, wanted: Sequence[int] | None) -> tuple[int, ...]:
+def _sizes(profile: Profile, wanted: Sequence[int] | None) -> Indices:
     """Micro-batch sizes to choose from: those given, or those whose times are known."""
     if wanted is not None:
         return tuple(sorted(set(wanted)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from pipefit.cost import FREE, CostModel, of_plan
 from pipefit.planner.computed_profile import profile_at
@@ -39,12 +38,12 @@ def _config_of(plan: Plan) -> Config:
     stages = plan.partition.stages
     chunks = plan.num_chunks
     depth = len(stages) // chunks
+    size = plan.microbatch_size
     count = plan.num_microbatches
     replicas = tuple(stage.replicas for stage in stages)
     if max(replicas) == 1:
         replicas = ()
-    config = Config(plan.schedule, plan.data, depth, 1, chunks, plan.microbatch_size, count, replicas=replicas)
-    return replace(config, shard=plan.shard)
+    return Config(plan.schedule, plan.data, depth, 1, chunks, size, count, shard=plan.shard, replicas=replicas)
 
 
 def at_size_of(plan: Plan, profile: Profile) -> Profile:

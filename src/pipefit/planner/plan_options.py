@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from pipefit.errors import PlanError, nearest
 from pipefit.planner.space import Cap
 from pipefit.spec import Topology
+from pipefit.spec.arguments import Number
 from pipefit.spec.options import AUTO, Checked, in_bytes, setting
 from pipefit.spec.plan import Recompute, Shard, recompute_kind
 
@@ -57,7 +58,7 @@ class PlanOptions(Checked):
     )
     straight: bool = setting(False, "No replicas (--method pipedream).", only=["pipedream"])
     global_batch: int | None = setting(None, "Samples per weight update.", least=1, only=_BATCHED)
-    microbatch_sizes: Sequence[int] | None = setting(
+    microbatch_sizes: Sequence[Number] | None = setting(
         None, "Micro-batch sizes to choose from, like 1,2,4.", "--microbatch-size", "-b", typed="numbers"
     )
     num_microbatches: int | None = setting(

@@ -8,6 +8,7 @@ from itertools import product
 import msgspec
 
 from pipefit.errors import PlanError
+from pipefit.ir.instruction import Indices
 from pipefit.ir.op import Op
 from pipefit.planner.plan_figures import at_size_of
 from pipefit.spec import Plan, Profile
@@ -84,7 +85,7 @@ def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
     return msgspec.structs.replace(corrected(profile), others=others)
 
 
-def _steps(profile: Profile, stages: Sequence[tuple[int, ...]], steps: Mapping[int, float]) -> dict[int, float]:
+def _steps(profile: Profile, stages: Sequence[Indices], steps: Mapping[int, float]) -> dict[int, float]:
     """Each stage's measured step, split among its layers as their own steps are, else as their weights are."""
     found = dict.fromkeys(range(len(profile)), 0.0)
     for stage, layers in enumerate(stages):
@@ -98,7 +99,7 @@ def _steps(profile: Profile, stages: Sequence[tuple[int, ...]], steps: Mapping[i
 
 
 def _factors(
-    profile: Profile, layers: tuple[int, ...], tensor: int, times: dict[tuple[str, int], float], stage: int
+    profile: Profile, layers: Indices, tensor: int, times: dict[tuple[str, int], float], stage: int
 ) -> dict[str, float]:
     """The factor of each field of the stage's layers."""
     factors: dict[str, float] = {}

@@ -46,7 +46,7 @@ def run_of_folder(folder: Path) -> MeasuredRun:
         config["batch"] // pipelines,
         config["batch"],
         plan.partition.stages[0].replays,
-        plan.shard != "none",
+        plan.shard,
         kept["result"]["measured_period_s"],
         place=str(folder),
     )

@@ -49,7 +49,8 @@ class Frontier:
 
     Attributes:
         problem: that they solve.
-        waiting: a heap of bounds, what is missing (of equal bounds the most exact first), numbers, and candidates.
+        waiting: a heap of bounds, what is missing (of equal bounds the most exact first), numbers, and candidates,
+            at first without a cut.
         settled: families whose fastest candidate was found.
         unfit: of each family the candidate that lacks the least memory, of those that were looked at.
         spent: simulated forwards.
@@ -58,7 +59,7 @@ class Frontier:
     """
 
     problem: Problem
-    waiting: list[tuple[float, int, int, Config | Estimate]] = field(default_factory=list)
+    waiting: list[tuple[float, int, int, Estimate]] = field(default_factory=list)
     settled: set[str] = field(default_factory=set)
     unfit: dict[str, Estimate] = field(default_factory=dict)
     spent: int = 0
@@ -67,7 +68,7 @@ class Frontier:
     _seen: dict[tuple[Config, Partition], Config] = field(default_factory=dict)
     _count: int = 0
 
-    def add(self, bound_s: float, missing: int, candidate: Config | Estimate) -> None:
+    def add(self, bound_s: float, missing: int, candidate: Estimate) -> None:
         """Puts a candidate among those that wait, with the number of the step that comes next."""
         self._count += 1
         # Seconds without their last digits: sums in another order differ in these.
@@ -81,9 +82,9 @@ class Frontier:
         if math.isfinite(limit):
             need = quick_bytes(self.problem, config)
         if need <= limit:
-            self.add(quick_s(self.problem, config), TIMES, config)
+            self.add(quick_s(self.problem, config), TIMES, Estimate(config, None))
         else:
-            self.lacks(Estimate(config, None, (need,), why=_lacks(need, limit)))
+            self.lacks(_too_large(config, need, limit))
 
     def next(self, limit_s: float = math.inf, most: float = math.inf) -> Estimate | None:
         """The fastest candidate of a family that is not settled yet.
@@ -94,21 +95,21 @@ class Frontier:
         """
         while self.waiting and self.waiting[0][0] <= limit_s:
             bound_s, missing, _, candidate = self.waiting[0]
-            config = _config_of(candidate)
+            config = candidate.config
             if missing == SIMULATION and self.spent + size_of(config) > most:
                 return None
             heappop(self.waiting)
             if config.family in self.settled:
                 continue
             if missing == TIMES:
-                self.add(max(bound_s, of_cut_s(self.problem, config)), CUT, config)
+                self.add(max(bound_s, of_cut_s(self.problem, config)), CUT, candidate)
             elif missing == CUT:
                 self._take(bounded(self.problem, config))
             elif missing == MEMORY:
                 self._take(estimate(self.problem, config))
-            elif isinstance(candidate, Estimate) and missing == SIMULATION:
+            elif missing == SIMULATION:
                 self._simulate(candidate)
-            elif isinstance(candidate, Estimate):
+            else:
                 self.settled.add(config.family)
                 return candidate
         return None
@@ -122,14 +123,13 @@ class Frontier:
         if not done:
             return self.next()
         *_, fastest = min(done, key=itemgetter(0, 2))
-        assert isinstance(fastest, Estimate)
         return fastest
 
-    def bounds(self) -> dict[str, tuple[float, Config | Estimate]]:
+    def bounds(self) -> dict[str, tuple[float, Estimate]]:
         """Of each family that is not settled the least bound, and the candidate that has it."""
-        least: dict[str, tuple[float, Config | Estimate]] = {}
-        for bound_s, _, _, candidate in sorted(self.waiting, key=lambda item: item[:3]):
-            family = _config_of(candidate).family
+        least: dict[str, tuple[float, Estimate]] = {}
+        for bound_s, _, _, candidate in sorted(self.waiting, key=itemgetter(0, 1, 2)):
+            family = candidate.config.family
             if family not in self.settled:
                 least.setdefault(family, (bound_s, candidate))
         return least
@@ -150,8 +150,7 @@ class Frontier:
         self.add(found.period_s, missing, found)
 
     def _simulate(self, estimated: Estimate) -> None:
-        key = ("simulated", estimated.config, estimated.partition)
-        found = self.problem.once(key, partial(simulated, self.problem, estimated))
+        found = simulated(self.problem, estimated)
         if found is not None:
             self.spent += found.size
             self.add(found.period_s, NOTHING, found)
@@ -169,12 +168,6 @@ class Frontier:
         if self.space is not None:
             for following in sharing_more(self.space, config, len(self.problem.profile)):
                 self.offer(following)
-
-
-def _config_of(candidate: Config | Estimate) -> Config:
-    if isinstance(candidate, Config):
-        return candidate
-    return candidate.config
 
 
 def _lacking(found: Estimate) -> tuple[bool, float, float]:
@@ -208,8 +201,13 @@ def search(problem: Problem, space: Space, listed: list[Config]) -> SearchResult
         InfeasibleError: none fits.
     """
     # Data parallelism is what others are compared with, so whether it fits, and its time, must be known.
-    plain = _frontier(problem, listed, is_plain=True)
-    frontier = _frontier(problem, listed, is_plain=False, space=space)
+    plain = Frontier(problem)
+    frontier = Frontier(problem, space=space)
+    for config in listed:
+        if config.family == _PLAIN:
+            plain.offer(config)
+        else:
+            frontier.offer(config)
     best = plain.next()
     for config in plain.failed:
         frontier.share(config)
@@ -234,15 +232,6 @@ def search(problem: Problem, space: Space, listed: list[Config]) -> SearchResult
     return SearchResult(tuple(outcomes), tuple(_candidates(frontier, listed, outcomes)))
 
 
-def _frontier(problem: Problem, listed: Iterable[Config], is_plain: bool, space: Space | None = None) -> Frontier:
-    """The candidates of plain data parallelism, or all others, with their bounds; without those that cannot fit."""
-    frontier = Frontier(problem, space=space)
-    for config in listed:
-        if (config.family == _PLAIN) == is_plain:
-            frontier.offer(config)
-    return frontier
-
-
 def _with_sharing(problem: Problem, space: Space, listed: list[Config]) -> list[Config]:
     """The listed candidates, and all whose copies share more."""
     found = list(listed)
@@ -254,14 +243,8 @@ def _with_sharing(problem: Problem, space: Space, listed: list[Config]) -> list[
 def some_fit(problem: Problem, space: Space, listed: list[Config]) -> bool:
     """Returns whether any candidate fits."""
     limit = _most_memory(problem)
-    listed = _with_sharing(problem, space, listed)
-    able = [config for config in listed if quick_bytes(problem, config) <= limit]
-    able.sort(key=partial(_frugality, problem))
-    return any(estimate(problem, config).fits for config in able)
-
-
-def _frugality(problem: Problem, config: Config) -> tuple[float, int, Config]:
-    return quick_bytes(problem, config), config.microbatch_size, config
+    frugal = sorted(_with_sharing(problem, space, listed), key=partial(quick_bytes, problem))
+    return any(quick_bytes(problem, config) <= limit and estimate(problem, config).fits for config in frugal)
 
 
 def _most_memory(problem: Problem) -> float:
@@ -282,7 +265,7 @@ def _candidates(frontier: Frontier, listed: Iterable[Config], outcomes: list[Est
             yield from _sharing_less(problem, best.config)
     waiting = frontier.bounds()
     for bound_s, candidate in waiting.values():
-        config = _config_of(candidate)
+        config = candidate.config
         rate = problem.global_batch / bound_s
         slower = 1 - best.period_s / bound_s
         why = f"{slower:.0%} slower: at best {rate:.4g} samples/s"
@@ -313,7 +296,7 @@ def _too_large_for_one(problem: Problem, size: int) -> list[Candidate]:
     config = Config("data-parallel", count, 1, 1, 1, size, count, "all", shard)
     need = quick_bytes(problem, config)
     limit = _most_memory(problem)
-    found = Estimate(config, None, (need,), why=_lacks(need, limit))
+    found = _too_large(config, need, limit)
     if need <= limit:
         found = estimate(problem, config)
     if found.fits:
@@ -321,8 +304,9 @@ def _too_large_for_one(problem: Problem, size: int) -> list[Candidate]:
     return [_unfit(problem, found)]
 
 
-def _lacks(need: float, limit: float) -> str:
-    return f"some rank needs at least {format_bytes(need)} of {format_bytes(limit)}"
+def _too_large(config: Config, need: float, limit: float) -> Estimate:
+    why = f"some rank needs at least {format_bytes(need)} of {format_bytes(limit)}"
+    return Estimate(config, None, (need,), why=why)
 
 
 def compared(problem: Problem, each: Estimate, best: Estimate) -> Candidate:

@@ -41,17 +41,14 @@ def sharing_more(space: Space, config: Config, num_layers: int) -> Iterator[Conf
             order = find(name)
             if order.chunks and order.layout == "loop":
                 yield replace(config, schedule=name, chunks=count, shard=following)
-    if config.chunks == 1 or not _gathers_seldom(config):
+    gathers_seldom = config.depth == 1 or holds_all(config)
+    if config.chunks == 1 or not gathers_seldom:
         return
     if following is not None and config.chunks >= least:
         yield replace(config, shard=following)
     if following is None and config.shares_gradients and space.more_chunks and config.chunks >= max(space.chunks):
         if 2 * config.num_stages <= num_layers:
             yield replace(config, chunks=2 * config.chunks, shard=space.next_shard.get("optimizer", config.shard))
-
-
-def _gathers_seldom(config: Config) -> bool:
-    return config.depth == 1 or holds_all(config)
 
 
 def shared_s(config: Config, cost: CostModel, frozen: int) -> list[float]:

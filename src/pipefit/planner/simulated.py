@@ -17,6 +17,7 @@ import msgspec
 
 from pipefit.cost import CostModel
 from pipefit.errors import ScheduleError
+from pipefit.ir.instruction import Indices
 from pipefit.planner.bounds import crowded, reduction_of
 from pipefit.planner.candidate import Estimate, costs_of, plan_of, program_for
 from pipefit.planner.holdings import Small, filling, small_program
@@ -119,7 +120,7 @@ def _counts(config: Config) -> tuple[int, int]:
     return min(few, config.per_pipeline), min(many, config.per_pipeline)
 
 
-def _tails(cost: CostModel, placement: Sequence[tuple[int, ...]]) -> list[float]:
+def _tails(cost: CostModel, placement: Sequence[Indices]) -> list[float]:
     """Seconds of each stage's reduction; with those that leave through the same port, where there are such."""
     alone = []
     ports = []

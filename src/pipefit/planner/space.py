@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pipefit.cost import ModelBytes, speeds_of
+from pipefit.ir.instruction import Groups, Indices
 from pipefit.planner.computed_profile import profile_at
 from pipefit.schedules import find, placement_of
 from pipefit.spec import Device, Partition, Placement, Profile, SpillSpec, Tier, Topology
@@ -63,7 +64,7 @@ class Cap:
     copies: int = 1
     num_chunks: int = 0
     clip: bool = False
-    ties: tuple[tuple[int, ...], ...] = ()
+    ties: Groups = ()
     sizes: ModelBytes | None = None
     taken_bytes: float = 0.0
 
@@ -72,7 +73,7 @@ class Cap:
         """Ranks of each pipeline."""
         return self.num_ranks // self.copies
 
-    def ties_of(self, partition: Partition) -> tuple[tuple[int, ...], ...]:
+    def ties_of(self, partition: Partition) -> Groups:
         """The stages that share a weight because layers of them do."""
         owner = partition.stage_of
         groups = set()
@@ -115,10 +116,10 @@ class Config:
     recompute: str = "none"
     shard: Shard = "none"
     partitioner: str = "minmax"
-    replicas: tuple[int, ...] = ()
-    layers: tuple[tuple[int, ...], ...] = ()
+    replicas: Indices = ()
+    layers: Groups = ()
     spill: SpillSpec | None = None
-    shares: tuple[int, ...] = ()
+    shares: Indices = ()
 
     @property
     def shares_gradients(self) -> bool:
@@ -205,7 +206,7 @@ def placement_for(config: Config) -> Placement:
     return Placement(placement_of(config.depth, config.chunks, _layout(config), copies))
 
 
-def positions(config: Config) -> tuple[int, ...]:
+def positions(config: Config) -> Indices:
     """The rank, within one pipeline, of each stage."""
     return tuple(ranks[0] for ranks in placement_of(config.depth, config.chunks, _layout(config)))
 
@@ -231,15 +232,15 @@ class Space:
     """
 
     schedules: tuple[str, ...]
-    depths: tuple[int, ...] | None
-    tensors: tuple[int, ...]
-    microbatch_sizes: tuple[int, ...]
+    depths: Indices | None
+    tensors: Indices
+    microbatch_sizes: Indices
     recompute: tuple[str, ...]
     shards: tuple[Shard, ...]
     partitioner: str
     num_microbatches: int | None
     links: bool
-    chunks: tuple[int, ...] = (2, 3, 4)
+    chunks: Indices = (2, 3, 4)
     next_shard: dict[Shard, Shard] = field(default_factory=dict)
     shares_last: bool = False
     more_chunks: bool = True
@@ -319,6 +320,10 @@ class Problem:
         """The topology of groups of `tensor` devices, each group one rank."""
         return self.once(("ranks", tensor), lambda: grouped(self.topology, tensor))
 
+    def speeds(self, tensor: int) -> tuple[float, ...]:
+        """The speed of each rank of so many devices, relative to the profile's device; (): they do not differ."""
+        return self.once(("speeds", tensor), lambda: speeds_of(self.ranks(tensor)))
+
     def state_of(self, config: Config) -> float:
         """Optimizer bytes per weight byte on each copy, which keeps its part where they are sharded; whole sums too."""
         state = self.state
@@ -340,7 +345,7 @@ class Problem:
 
         Where copies have shares of their own: that of the copy with most micro-batches.
         """
-        speeds = speeds_of(self.ranks(config.tensor))
+        speeds = self.speeds(config.tensor)
         if not speeds or config.replicas:
             return [1.0] * config.depth
         if config.shares:
@@ -354,7 +359,7 @@ def busiest_copy(config: Config) -> range:
     return range(first, first + config.depth)
 
 
-def shares_of(paces: Sequence[float], count: int) -> tuple[int, ...]:
+def shares_of(paces: Sequence[float], count: int) -> Indices:
     """Micro-batches of each of some copies, so that the last of them is done as early as possible; (): equally many.
 
     Every copy has at least one, for it takes part in the sum of the gradients.
@@ -421,7 +426,7 @@ def configs(problem: Problem, space: Space) -> Iterator[Config]:
 
 def _paces(problem: Problem, depth: int, tensor: int) -> list[float]:
     """The speed of each copy of a pipeline, that of its slowest rank; one where devices do not differ."""
-    speeds = speeds_of(problem.ranks(tensor)) or (1.0,)
+    speeds = problem.speeds(tensor) or (1.0,)
     return [min(speeds[first : first + depth]) for first in range(0, len(speeds), depth)]
 
 
@@ -441,7 +446,7 @@ def _at_shape(
             least = depth - 1
         if depth > 1 and count // data < least:
             continue
-        several: tuple[int, ...] = (1,)
+        several: Indices = (1,)
         if find(name).chunks and depth > 1:
             several = space.chunks
         for chunks in several:
@@ -483,13 +488,8 @@ def grouped(topology: Topology, tensor: int) -> Topology:
     kept = [level for level in levels if level.width > 1 or level.cores]
     if not kept:
         kept = levels[-1:]
-    devices: tuple[Device, ...] = ()
-    if topology.devices:
-        found = []
-        for first in range(0, len(topology.devices), tensor):
-            group = topology.devices[first : first + tensor]
-            found.append(_weakest(group))
-        devices = tuple(found)
+    starts = range(0, len(topology.devices), tensor)
+    devices = tuple(_weakest(topology.devices[first : first + tensor]) for first in starts)
     return Topology(tuple(kept), topology.device, devices, topology.tiers, topology.name)
 
 

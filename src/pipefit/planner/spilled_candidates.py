@@ -17,6 +17,7 @@ from msgspec import structs
 from pipefit.cost import CostModel
 from pipefit.errors import InfeasibleError
 from pipefit.ir.graph import FEW_SENDS
+from pipefit.ir.instruction import Groups, Indices
 from pipefit.ir.liveness import arena_bytes, device_peak_bytes, tier_peak_bytes
 from pipefit.ir.program import Program
 from pipefit.ir.spill import UNDER_WAY
@@ -66,7 +67,7 @@ def _slots(most: int, state: float) -> Iterator[tuple[int, int]]:
         yield from ((weights, optim) for optim in several[:2] if state)
 
 
-def _on_host(problem: Problem, partition: Partition, optim_slots: int) -> Iterator[tuple[int, ...]]:
+def _on_host(problem: Problem, partition: Partition, optim_slots: int) -> Iterator[Indices]:
     """The sets of stages that may step on the host; of a part of them the last stages, which step first.
 
     Their steps have the longest time until their weights are needed again.
@@ -138,9 +139,7 @@ def estimate_spilled(problem: Problem, config: Config) -> Estimate:
     return Estimate(config, partition, tuple(peaks), overflow, step_s, step_s, limit=limit)
 
 
-def _keeping(
-    problem: Problem, config: Config, program: Program, cost: CostModel, peaks: list[float]
-) -> tuple[int, ...]:
+def _keeping(problem: Problem, config: Config, program: Program, cost: CostModel, peaks: list[float]) -> Indices:
     """Stages that keep their saved tensors instead of replaying, as many as fit; adds these bytes to `peaks`.
 
     Stages with the longest replay per saved byte come first.
@@ -273,16 +272,16 @@ def spilled_cuts(problem: Problem, microbatch_size: int, finest: bool = False) -
         yield Partition.from_counts(_dealt([1] * num_layers, weights, depth), num_layers)
 
 
-def layers_of(partition: Partition) -> tuple[tuple[int, ...], ...]:
+def layers_of(partition: Partition) -> Groups:
     """The layers of each stage."""
     return tuple(stage.layers for stage in partition.stages)
 
 
-def _counts_of(partition: Partition) -> tuple[int, ...]:
+def _counts_of(partition: Partition) -> Indices:
     return tuple(len(stage.layers) for stage in partition.stages)
 
 
-def _dealt(counts: Sequence[int], weights: Sequence[float], num_ranks: int) -> tuple[int, ...]:
+def _dealt(counts: Sequence[int], weights: Sequence[float], num_ranks: int) -> Indices:
     """Equally many stages for each rank: the heaviest are halved, or, where this is impossible, the lightest merged.
 
     >>> _dealt([3, 1], [1, 1, 1, 1], 4), _dealt([1, 1, 1], [2, 1, 1], 2)

@@ -54,6 +54,7 @@ class Transformer:
         added_bytes: of an element of the sum of micro-batches' gradients, to which kernels of their own convert and add
             those of weights, as DeepSpeed does in bf16; 0: it has the type of weights.
         fp8: 1: the products of a block with weights, forward and backward, take numbers of 8 bits; nothing else does.
+        torchtitan: 1: as torchtitan runs a Llama, its weights shared by FSDP2; see `pipefit.planner.torchtitan`.
         bytes: of an element of weights and activations: 2 (Adam then has a master copy), or 4.
     """
 
@@ -79,6 +80,7 @@ class Transformer:
     summed_bytes: int = 0
     added_bytes: int = 0
     fp8: int = 0
+    torchtitan: int = 0
     bytes: int = 2
 
     def __post_init__(self) -> None:

@@ -151,7 +151,6 @@ def search_under_cap(problem: Problem, config: Config, schedule: str | None) -> 
     for place in _PLACES:
         if place in best and place != winner.config.family:
             _, candidate = best[place]
-            assert isinstance(candidate, Estimate)
             others.append(_candidate(problem, candidate, winner))
     return SearchResult((winner,), tuple(others), whole[0].step_s)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
 import msgspec
 import torch
-from torch import nn
 from torch.utils._pytree import tree_map
 
 from pipefit.profiling.kinds import profile_kinds
@@ -19,10 +18,9 @@ from pipefit.runtime.collectives import agree, attempt, meet
 from pipefit.runtime.progress import MEASURING
 from pipefit.runtime.session import Session
 from pipefit.spec import Profile
-from pipefit.stage.compiler import Forward, compiled_forwards
+from pipefit.stage.compiler import Forwards, compiled_forwards
 from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.materialise import is_meta
-from pipefit.stage.split import modules_of
 from pipefit.stage.stage import replaced_forwards
 
 _REPEATS = 9
@@ -50,10 +48,9 @@ def agreed_profile(
     forwards = compiled_forwards(work.layers, work.compiler)
     halves = HalfCopies()
     if work.half is not None:
-        modules = [module for layer in work.layers for _, module in modules_of(layer.module)]
-        if forwards:
-            modules = []
-        halves.take(modules, work.half, work.device.type)
+        # Compiled forwards cast their weights.
+        layers = [] if forwards else [layer.module for layer in work.layers]
+        halves.take(layers, work.half, work.device.type)
         forwards |= halves.forwards
         forwards |= _under_autocast(work, forwards)
 
@@ -78,7 +75,7 @@ def agreed_profile(
         return agreed(session, measure)
 
 
-def _under_autocast(work: Workload, compiled: Mapping[nn.Module, Forward]) -> dict[nn.Module, Forward]:
+def _under_autocast(work: Workload, compiled: Forwards) -> Forwards:
     """The forwards of all layers under autocast, as a stage runs them."""
     assert work.half is not None
     autocast = torch.autocast(work.device.type, work.half)

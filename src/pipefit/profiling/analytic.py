@@ -21,15 +21,16 @@ from torch.func import functional_call
 
 from pipefit.cost.kernels import kernels_s, timed
 from pipefit.cutting.states import attributes_kept
-from pipefit.errors import ModelError, ProfileError
+from pipefit.errors import ProfileError
 from pipefit.profiling.computed_work import layer_work, loss_work
 from pipefit.profiling.counting import KernelCount, pretended
-from pipefit.profiling.survey import bytes_of, saved_storages, storage_key, travelling, weighed
+from pipefit.profiling.survey import Storages, bytes_of, saved_storages, storage_key, travelling, weighed
 from pipefit.profiling.tensors import (
+    Run,
     batch_of,
     call_layer,
-    describe,
     graded,
+    in_graph,
     map_tensors,
     num_bytes,
     parameters_of,
@@ -41,10 +42,11 @@ from pipefit.spec.topology import Device
 from pipefit.stage.device import random_state_kept
 from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.payload import sent
-from pipefit.stage.replay import AttentionCores, replayed, replayed_module
-from pipefit.stage.split import NamedLayer, modules_of, named_layers
+from pipefit.stage.precision import Half
+from pipefit.stage.replay import attention_cores, replayed, replayed_module
+from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.stage import in_mode, replaced_forwards
-from pipefit.stage.training import Loss, with_metrics
+from pipefit.stage.training import Loss, checked_loss
 
 # Adam on float32 reads weight, gradient and two states, and writes all but the gradient: seven passes of 4 bytes.
 _ADAM_BYTES = 28
@@ -70,7 +72,7 @@ def analytic_profile(
     microbatch_size: int | None = None,
     dtype: torch.dtype | None = None,
     model: str = "",
-    half: torch.dtype | None = None,
+    half: Half = None,
     works: bool = False,
 ) -> Profile:
     """Computes a profile from FLOP and bytes, as `profile_layers` would measure it on such a device.
@@ -105,28 +107,21 @@ def analytic_profile(
     costs = layer_costs(chain, example_input, device, size, dtype, half, works)
     loss_s = loss_work_bytes = 0.0
     if loss:
+        output = costs[-1].output
         goal = _form(target, dtype, batch, size)
-        with random_state_kept(torch.device("cpu")), attributes_kept((), loss):
-            loss_s = _loss_s(loss, costs[-1].output, goal, device)
+        with random_state_kept(), attributes_kept((), loss), pretended(), torch.enable_grad():
+            loss_s = _loss_s(loss, output, goal, device)
             if works:
-                with pretended():
-                    loss_work_bytes = loss_work(loss, like(costs[-1].output), like(goal))
+                loss_work_bytes = loss_work(loss, like(output), like(goal))
     bandwidth = device.memory_bandwidth_bytes_per_s
     optimizer_s = 0.0
     if bandwidth:
         trained = sum(map(torch.numel, graded(parameters_of(chain))))
         optimizer_s = _ADAM_BYTES * trained / bandwidth
-    named = []
-    for layer, cost in zip(chain, costs, strict=True):
-        input_bytes = _input_bytes(layer, cost, len(chain))
-        found = replace(cost.layer, name=layer.name, input_bytes=input_bytes)
-        if half is not None and layer is not chain[-1]:
-            found = travelling(found, cost.output, half)
-        named.append(found)
     return Profile(
         model=model,
         microbatch_size=size,
-        layers=tuple(named),
+        layers=tuple(_placed(layer, cost, len(chain), half) for layer, cost in zip(chain, costs, strict=True)),
         device=f"computed: {device.flops:.4g} FLOP/s at {device.efficiency:.0%}, {bandwidth:.4g} bytes/s",
         source=f"computed from FLOP and bytes of each operation; torch {torch.__version__}",
         loss_s=loss_s,
@@ -135,10 +130,15 @@ def analytic_profile(
     )
 
 
-def _input_bytes(layer: NamedLayer, cost: LayerCost, num_layers: int) -> float | None:
-    if replayed_module(layer, num_layers) is None:
-        return None
-    return num_bytes(tensors_of(sent(cost.input)))
+def _placed(layer: NamedLayer, cost: LayerCost, num_layers: int, half: Half) -> Layer:
+    """The figures of a layer at its place in a model."""
+    input_bytes = None
+    if replayed_module(layer, num_layers) is not None:
+        input_bytes = num_bytes(tensors_of(sent(cost.input)))
+    found = replace(cost.layer, name=layer.name, input_bytes=input_bytes)
+    if half is not None and layer.index < num_layers - 1:
+        found = travelling(found, cost.output, half)
+    return found
 
 
 def layer_costs(
@@ -147,14 +147,14 @@ def layer_costs(
     device: Device,
     microbatch_size: int,
     dtype: torch.dtype | None = None,
-    half: torch.dtype | None = None,
+    half: Half = None,
     works: bool = False,
 ) -> list[LayerCost]:
     """The cost of each layer; identical layers with inputs of one form share one object."""
     form = _form(example_input, dtype, batch_of(example_input), microbatch_size)
     known = {}
     costs = []
-    with random_state_kept(torch.device("cpu")), attributes_kept(layer.module for layer in chain):
+    with random_state_kept(), attributes_kept(layer.module for layer in chain):
         for layer in chain:
             key = (configuration_of(layer.module), repr(form))
             if key not in known:
@@ -239,14 +239,14 @@ def _cost(
     form: Any,
     device: Device,
     dtype: torch.dtype | None,
-    half: torch.dtype | None,
+    half: Half,
     works: bool,
 ) -> LayerCost:
     """Evaluates one layer on fake tensors."""
     counter = KernelCount([])
     halves = HalfCopies()
     if half is not None:
-        halves.take((module for _, module in modules_of(layer)), half, "cpu")
+        halves.take([layer], half, "cpu")
     computing = torch.autocast("cpu", half, enabled=half is not None)
     with in_mode(True, layer), pretended(), torch.enable_grad(), computing, replaced_forwards(halves.forwards):
         state = pretended_state(layer, dtype)
@@ -267,7 +267,7 @@ def _cost(
 
 
 def count_layer(
-    counter: KernelCount, run: Callable[[Any], Any], given: Any, weights: Sequence[Tensor], persistent: set[int]
+    counter: KernelCount, run: Run, given: Any, weights: Sequence[Tensor], persistent: set[int]
 ) -> tuple[LayerCount, Any]:
     """The count of one layer, and its output: forward, gradients of the input, and of all.
 
@@ -279,10 +279,9 @@ def count_layer(
         persistent: storages that a forward does not save: weights and buffers.
     """
     leaves = like(given)
-    # A copy, which a layer may change in place, unlike a leaf of the graph.
-    payload = map_tensors(lambda tensor: tensor.clone() if tensor.requires_grad else tensor, leaves)
+    payload = map_tensors(in_graph, leaves)
     inputs = graded(tensors_of(leaves))
-    seen: dict[int, Any] = {}
+    seen: Storages = {}
     cores: list[Kernel] = []
 
     def noted(core: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -292,14 +291,14 @@ def count_layer(
         return result
 
     counter.take()
-    with counter, saved_storages(seen, persistent), AttentionCores(noted):
+    with counter, saved_storages(seen, persistent), attention_cores(noted):
         output = run(payload)
     forward = counter.take()
     ways = gradients_of(counter, tensors_of(output), inputs, weights)
     selective_bytes = None
     if cores:
-        chosen: dict[int, Any] = {}
-        with saved_storages(chosen, persistent), AttentionCores(partial(replayed, preserve_rng_state=False)):
+        chosen: Storages = {}
+        with saved_storages(chosen, persistent), attention_cores(partial(replayed, preserve_rng_state=False)):
             run(payload)
         selective_bytes = bytes_of(chosen.values())
     bare = weighed("", inputs, output, seen.values(), weights)
@@ -355,13 +354,12 @@ def pretended_state(layer: nn.Module, dtype: torch.dtype | None) -> dict[str, Te
 
 
 def _loss_s(loss: Loss, output: Any, target: Any, device: Device) -> float:
+    """Seconds of a loss and its gradient, by fake tensors."""
     counter = KernelCount([])
-    with pretended(), torch.enable_grad():
-        payload = like(output)
-        with counter:
-            value, _ = with_metrics(loss(payload, like(target)))
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            raise ModelError(f"the loss must give one number to differentiate, got {describe(value)}")
-        forward = counter.take()
-        inputs = graded(tensors_of(payload))
-        return kernels_s(device, forward + _backward(counter, [value], inputs))
+    payload = like(output)
+    with counter:
+        returned = loss(payload, like(target))
+    value, _ = checked_loss(returned)
+    forward = counter.take()
+    inputs = graded(tensors_of(payload))
+    return kernels_s(device, forward + _backward(counter, [value], inputs))

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pipefit.profiling.clock import Clock
 from pipefit.profiling.passes import Step
-from pipefit.profiling.tensors import map_tensors
+from pipefit.profiling.tensors import Run, map_tensors
+from pipefit.stage.accelerator import CPU
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import Loss
-
-_CPU = torch.device("cpu")
-"""The device that tensors without data are on."""
 
 
 class _Layer(nn.Module):
     """A function of a payload and of some weights."""
 
-    def __init__(self, run: Callable[[Any], Any], weights: Sequence[Tensor] = ()) -> None:
+    def __init__(self, run: Run, weights: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self._run = run
         for index, weight in enumerate(weights):
@@ -32,33 +29,26 @@ class _Layer(nn.Module):
         return self._run(payload)
 
 
-def layer_work(run: Callable[[Any], Any], payload: Any, weights: Sequence[Tensor]) -> dict[str, float]:
-    """The figures of `pipefit.spec.profile.WORK` of one layer, between two others.
+def layer_work(run: Run, payload: Any, weights: Sequence[Tensor]) -> dict[str, float]:
+    """The figures of `Work` of one layer, between two others.
 
     Args:
         run: the forward, on fake tensors.
         payload: its input.
         weights: its parameters.
     """
-    bare, first, further = _between(_Layer(run, weights), payload, None, None).work()
-    return {
-        "forward_work_bytes": further.forward_s[1],
-        "bare_work_bytes": bare.forward_s[1],
-        "backward_work_bytes": further.backward_s[1],
-        "first_work_bytes": first.backward_s[1],
-    }
+    return _between(_Layer(run, weights), payload, None, None).work().of_layer(1)
 
 
 def loss_work(loss: Loss, output: Any, target: Any) -> float:
     """The most by which memory grows in the loss of an output and its gradient."""
-    _, _, further = _between(_Layer(_passed_on), output, loss, target).work()
-    return further.loss_s
+    return _between(_Layer(_passed_on), output, loss, target).work().further.loss_s
 
 
 def _between(layer: _Layer, payload: Any, loss: Loss | None, target: Any) -> Step:
     modules = [_Layer(_passed_on), layer, _Layer(_passed_on)]
     chain = [NamedLayer(index, str(index), module) for index, module in enumerate(modules)]
-    return Step(chain, payload, loss, target, Clock(_CPU))
+    return Step(chain, payload, loss, target, Clock(CPU))
 
 
 def _passed_on(payload: Any) -> Any:

@@ -25,6 +25,12 @@ from pipefit.spec.counted import Kernel, Kernels
 
 _ATEN = torch.ops.aten
 
+Args = tuple[Any, ...]
+"""Arguments of an operation."""
+
+Product = tuple[Any, ...]
+"""A matrix product: kind, count, m, n, k."""
+
 
 class KernelCount(TorchDispatchMode):
     """Notes every operation that runs inside it as a kernel.
@@ -53,7 +59,7 @@ class KernelCount(TorchDispatchMode):
         return tuple(found)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Any, args: Args = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs the operation and notes it."""
         kwargs = dict(kwargs or {})
@@ -97,7 +103,7 @@ def _in_8_bits(product: Kernel, operands: list[Tensor], weights: set[int]) -> li
     return made
 
 
-def _attention(kind: str, args: tuple[Any, ...], moved_bytes: float) -> Kernel:
+def _attention(kind: str, args: Args, moved_bytes: float) -> Kernel:
     """A core of attention; a causal one computes half, a backward makes the scores again: five products, not four.
 
     Queries may have more heads than keys and values, which torch's own count refuses before 2.13.
@@ -128,7 +134,7 @@ def _only_looks(func: Any) -> bool:
     return func.is_view or func.namespace == "prim" or func.overloadpacket in _FREE
 
 
-def _products(func: Any, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+def _products(func: Any, args: Args) -> list[Product]:
     """The matrix products (kind, count, m, n, k) of an operation; none where only its FLOP are known.
 
     A convolution is the product of the patches of its input with its kernel, its backward two more.
@@ -145,7 +151,7 @@ def _products(func: Any, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     if packet is _ATEN.convolution_backward and not args[7]:
         count, m, n, k = _convolution(args[1], args[2], args[9], args[0].shape[2:])
         of_input, of_kernel, _ = args[10]
-        products: list[tuple[Any, ...]] = []
+        products: list[Product] = []
         if of_input:
             products.append(("product", count, m, k, n))
         if of_kernel:
@@ -154,7 +160,7 @@ def _products(func: Any, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     return []
 
 
-def _grouped(left: Tensor, right: Tensor, ends: Tensor) -> tuple[Any, ...]:
+def _grouped(left: Tensor, right: Tensor, ends: Tensor) -> Product:
     """A product for each group; their sizes depend on the data, and count as equal."""
     count = len(ends)
     m, k = left.shape
@@ -163,7 +169,7 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor) -> tuple[Any, ...]:
     return "grouped", count, m, right.shape[-1], k / count
 
 
-def _outputs(args: tuple[Any, ...]) -> list[int]:
+def _outputs(args: Args) -> list[int]:
     """Positions of a convolution's output, per dimension."""
     source, kernel, _, stride, padding, dilation = args[:6]
     sizes = zip(source.shape[2:], kernel.shape[2:], stride, padding, dilation, strict=True)
@@ -175,7 +181,7 @@ def _convolution(source: Tensor, kernel: Tensor, groups: int, places: Any) -> tu
     return groups, source.shape[0] * math.prod(places), kernel.shape[0] // groups, inner
 
 
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+def _flops(func: Any, args: Args, kwargs: dict[str, Any], result: Any) -> float:
     count = flop_registry.get(func.overloadpacket)
     if count:
         return count(*args, **kwargs, out_val=result)

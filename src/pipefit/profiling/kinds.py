@@ -12,12 +12,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -26,8 +26,18 @@ from pipefit.profiling.analytic import LayerCost, analytic_profile, layer_costs
 from pipefit.profiling.clock import Clock, median_of
 from pipefit.profiling.optimizer import step_growth, step_seconds
 from pipefit.profiling.passes import Step
-from pipefit.profiling.survey import bytes_of, saved_storages, storage_key
-from pipefit.profiling.tensors import batch_of, call_layer, graded, map_tensors, num_bytes, placed, take, tensors_of
+from pipefit.profiling.survey import Storages, bytes_of, saved_storages, storage_key
+from pipefit.profiling.tensors import (
+    batch_of,
+    call_layer,
+    graded,
+    in_graph,
+    map_tensors,
+    num_bytes,
+    placed,
+    take,
+    tensors_of,
+)
 from pipefit.profiling.untouched import untouched
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.malloc import in_use
@@ -36,6 +46,7 @@ from pipefit.spec.topology import Device
 from pipefit.stage.compiler import compiled_forwards
 from pipefit.stage.device import random_state_kept
 from pipefit.stage.materialise import is_meta, stand_in
+from pipefit.stage.precision import Half
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import replaced_forwards
 
@@ -133,25 +144,31 @@ def profile_kinds(
         # A small one is always measured, so that the smallest sufficient memory can be reported.
         if id(cost) in found or _needs_bytes(cost, trained=False) > max(room_bytes, _SMALL_BYTES):
             continue
-        trained = _needs_bytes(cost) <= room_bytes
+        trains = _needs_bytes(cost) <= room_bytes
         # A layer that cannot run in isolation, on random data of the right form, keeps its computed seconds.
         with random_state_kept(place), suppress(ModelError, RuntimeError):
             if layer.index:
                 payload = _payload(cost.input, place)
             else:
                 payload = map_tensors(torch.clone, first)
-            present = _present(layer, place)
-            compiled = replaced_forwards(compiled_forwards([present], work.compiler))
-            with untouched([present], place, None), compiled:
-                run = _Forward(present, payload, place, work.half)
-                run()
-                noted_bytes = _noted_bytes(run)
-                measured = None
-                if trained:
-                    measured = _trained(run, work, room_bytes, state_per_weight)
-            found[id(cost)] = _Found(measured, noted_bytes)
-            del present, run
+            found[id(cost)] = _measured(layer, payload, work, trains, room_bytes, state_per_weight)
     return _corrected(computed, [found.get(id(cost)) for cost in costs])
+
+
+def _measured(
+    layer: NamedLayer, payload: Any, work: Workload, trains: bool, room_bytes: float, state_per_weight: float
+) -> _Found:
+    """Measures a layer in isolation: its forward, and its training where there is memory for it."""
+    present = _present(layer, work.device)
+    compiled = replaced_forwards(compiled_forwards([present], work.compiler))
+    with untouched([present], work.device, None), compiled:
+        run = _Forward(present, payload, work.device, work.half)
+        run()
+        noted_bytes = _noted_bytes(run)
+        trained = None
+        if trains:
+            trained = _trained(run, work, room_bytes, state_per_weight)
+    return _Found(trained, noted_bytes)
 
 
 def _needs_bytes(cost: LayerCost, trained: bool = True) -> float:
@@ -176,11 +193,10 @@ class _Forward:
     layer: NamedLayer
     payload: Any
     device: torch.device
-    half: torch.dtype | None
+    half: Half
 
     def __call__(self, payload: Any = None) -> Any:
-        # A tensor that a layer changes in place must not be a leaf.
-        given = map_tensors(_of_a_graph, self.payload if payload is None else payload)
+        given = map_tensors(in_graph, self.payload if payload is None else payload)
         with torch.enable_grad(), torch.autocast(self.device.type, self.half, enabled=self.half is not None):
             return call_layer(self.layer.name, self.layer.module, given)
 
@@ -206,7 +222,7 @@ def _trained(run: _Forward, work: Workload, room_bytes: float, state_per_weight:
     weights = graded(run.layer.module.parameters())
     for parameter in weights:
         parameter.grad = torch.zeros_like(parameter)
-    layer = replace(run.layer, module=cast(torch.nn.Module, run))
+    layer = NamedLayer(0, run.layer.name, cast(torch.nn.Module, run))
     passes = _repeated(Step([layer], run.payload, None, None, clock).marked)
     for leaf in tensors_of(run.payload):
         leaf.grad = None
@@ -230,7 +246,7 @@ def _noted_bytes(run: _Forward) -> float:
     layer = run.layer.module
     present = [*layer.parameters(), *layer.buffers(), *tensors_of(run.payload)]
     known = set(map(storage_key, present))
-    seen: dict[int, Any] = {}
+    seen: Storages = {}
     with saved_storages(seen, known):
         output = run()
     seen |= {storage_key(leaf): leaf.untyped_storage() for leaf in tensors_of(output)}
@@ -251,12 +267,6 @@ def _noted_bytes(run: _Forward) -> float:
     return math.ceil(noted / _ROUNDED_TO_BYTES) * _ROUNDED_TO_BYTES
 
 
-def _of_a_graph(tensor: Tensor) -> Tensor:
-    if tensor.requires_grad:
-        return tensor.view_as(tensor)
-    return tensor
-
-
 def _repeated(measure: Callable[[], T]) -> list[T]:
     """The results of a few repetitions, fewer of slow ones, after a warm-up."""
     measure()
@@ -269,64 +279,68 @@ def _repeated(measure: Callable[[], T]) -> list[T]:
 
 def _corrected(profile: Profile, found: Sequence[_Found | None]) -> Profile:
     layers = []
-    trained: list[_Trained | None] = []
-    totals = []
-    steps = []
-    grown = []
-    together = []
+    measured = []
     for layer, one in zip(profile.layers, found, strict=True):
-        measured = None
         if one is not None:
-            layer = msgspec.structs.replace(layer, saved_bytes=layer.saved_bytes + one.noted_bytes)
-            measured = one.trained
+            layer = replace(layer, saved_bytes=layer.saved_bytes + one.noted_bytes)
+            if one.trained is not None:
+                measured.append((layer, one.trained))
         layers.append(layer)
-        trained.append(measured)
-        if measured is not None:
-            totals.append((layer.total_s, measured.forward_s + measured.backward_s))
-            if measured.step_s:
-                steps.append((layer.wgrad_bytes, measured.step_s))
-                grown.append((layer.wgrad_bytes, measured.step_bytes))
-                together.append((measured.one_step_bytes, measured.step_bytes))
-    if not totals:
-        return msgspec.structs.replace(profile, layers=tuple(layers))
-    ratio = _ratio(totals)
-    per_byte_s = _ratio(steps, none=0.0)
-    per_byte = _ratio(grown, none=0.0)
+    if not measured:
+        return replace(profile, layers=tuple(layers))
+    stepped = [(layer, one) for layer, one in measured if one.step_s]
+    time_ratio = _ratio([(layer.total_s, one.forward_s + one.backward_s) for layer, one in measured])
+    step_s = _ratio([(layer.wgrad_bytes, one.step_s) for layer, one in stepped], none=0.0)
+    step_bytes = _ratio([(layer.wgrad_bytes, one.step_bytes) for layer, one in stepped], none=0.0)
+    rates = _Rates(time_ratio, step_s, step_bytes)
+    layers = [rates.corrected(layer, one and one.trained) for layer, one in zip(layers, found, strict=True)]
+    growths = [layer.step_work_bytes for layer in layers]
+    growth = max(growths)
+    if _ratio([(one.one_step_bytes, one.step_bytes) for _, one in stepped]) > _AT_ONCE:
+        growth = sum(growths)
+    return replace(
+        profile,
+        layers=tuple(layers),
+        loss_s=profile.loss_s * rates.time,
+        optimizer_s=sum(layer.step_s for layer in layers) or profile.optimizer_s,
+        step_work_bytes=growth,
+        source=f"{profile.source}; {len(measured)} of {len(layers)} layers by one of their kind, measured",
+    )
 
-    def corrected(layer: Layer, measured: _Trained | None) -> Layer:
+
+class _Rates(NamedTuple):
+    """Measured over computed figures, of all layers that were measured.
+
+    Attributes:
+        time: seconds of forward and backward.
+        step: seconds of a step for each byte of a gradient.
+        growth: bytes by which memory grows in a step for each byte of a gradient.
+    """
+
+    time: float
+    step: float
+    growth: float
+
+    def corrected(self, layer: Layer, measured: _Trained | None) -> Layer:
+        """The layer with measured figures, or with its computed ones at these rates."""
         if measured is None:
-            measured = _Trained(layer.forward_s * ratio, layer.backward_s * ratio, 0.0, 0.0, 0.0)
-        backward_s = measured.backward_s
-        step_s = layer.wgrad_bytes * per_byte_s
-        step_bytes = layer.wgrad_bytes * per_byte
+            measured = _Trained(layer.forward_s * self.time, layer.backward_s * self.time, 0.0, 0.0, 0.0)
+        step_s = layer.wgrad_bytes * self.step
+        step_bytes = layer.wgrad_bytes * self.growth
         if measured.step_s:
             step_s = measured.step_s
             step_bytes = measured.step_bytes
         inputs = 0.0
         if layer.backward_s:
             inputs = layer.backward_input_s / layer.backward_s
-        return msgspec.structs.replace(
+        return replace(
             layer,
             forward_s=measured.forward_s,
-            backward_input_s=backward_s * inputs,
-            backward_weight_s=backward_s * (1 - inputs),
+            backward_input_s=measured.backward_s * inputs,
+            backward_weight_s=measured.backward_s * (1 - inputs),
             step_s=step_s,
             step_work_bytes=step_bytes,
         )
-
-    layers = list(map(corrected, layers, trained))
-    growths = [layer.step_work_bytes for layer in layers]
-    growth = max(growths)
-    if _ratio(together) > _AT_ONCE:
-        growth = sum(growths)
-    return msgspec.structs.replace(
-        profile,
-        layers=tuple(layers),
-        loss_s=profile.loss_s * ratio,
-        optimizer_s=sum(layer.step_s for layer in layers) or profile.optimizer_s,
-        step_work_bytes=growth,
-        source=f"{profile.source}; {len(totals)} of {len(layers)} layers by one of their kind, measured",
-    )
 
 
 def _ratio(pairs: Sequence[tuple[float, float]], none: float = 1.0) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipefit.errors import DataError, ProfileError
 from pipefit.profiling.clock import Clock, half_interquartile_range, median_of, works_alone
 from pipefit.profiling.optimizer import step_growth, step_seconds
-from pipefit.profiling.passes import Marked, Step
+from pipefit.profiling.passes import Marked, Step, Work
 from pipefit.profiling.survey import Weighed, survey
 from pipefit.profiling.tensors import batch_of, describe, graded, num_bytes, parameters_of, placed, take
 from pipefit.profiling.untouched import untouched, with_threads
@@ -25,7 +25,7 @@ from pipefit.spec.profile import Layer, Profile
 from pipefit.stage import accelerator
 from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.record_layout import name_of
-from pipefit.stage.split import NamedLayer, named_layers
+from pipefit.stage.split import NamedLayer, joined, named_layers
 from pipefit.stage.training import Loss, MakeOptimizer
 
 _WARM_UP_S = 0.4
@@ -103,56 +103,57 @@ def profile_layers(
         goal = placed(take(target, size, batch), place, dtype)
         found = survey(chain, payload, halves)
         step = Step(chain, payload, loss, goal, Clock(place), any(one.has_cores for one in found))
-        bare, first, further = step.work()
+        work = step.work()
         idle = [num_bytes(filter(_is_idle, layer.module.parameters())) for layer in chain]
         alone = place.type == "cpu" and torch.get_num_threads() == 1 and works_alone(step.plain)
-        clock = Clock(place, own=alone)
-        turns = _turns(replace(step, clock=clock), repeats, warmup, limit_s)
-        whole_s = 0.0
-        call_s = 0.0
-        whole_bytes = 0.0
-        steps_bytes = [0.0] * len(chain)
+        step = replace(step, clock=Clock(place, own=alone))
+        turns = _turns(step, repeats, warmup, limit_s)
+        stepped = _Stepped(0.0, 0.0, 0.0, [0.0] * len(chain))
         if optimizer:
-            weights = graded(parameters_of(chain))
-            steps_s = partial(step_seconds, clock=clock, repeats=repeats, clips=clips, before=step.plain)
-            whole_s = steps_s(weights, optimizer)
-            # The step of each stage takes a fixed time, even with few weights.
-            smallest = sorted(weights, key=torch.numel)[:1]
-            call_s = min(steps_s(smallest, optimizer), whole_s)
-            grown = partial(step_growth, optimizer=optimizer, clips=clips, device=place)
-            whole_bytes = grown(weights)
-            steps_bytes = [grown(layer.module.parameters()) for layer in chain]
+            stepped = _stepped(step, optimizer, repeats, clips)
         where = description(place, dtype)
     how = f"medians of {len(turns)} turns after {warmup}{', processor time' if alone else ''}"
-    stepped_bytes = sum(one.layer.wgrad_bytes for one in found)
-    per_byte_s = (whole_s - call_s) / max(stepped_bytes, 1)
-    measured = []
-    for index, one in enumerate(found):
-        layer = _layer(index, one, turns)
-        measured.append(
-            msgspec.structs.replace(
-                layer,
-                step_s=layer.wgrad_bytes * per_byte_s,
-                forward_work_bytes=further.forward_s[index],
-                bare_work_bytes=bare.forward_s[index],
-                backward_work_bytes=further.backward_s[index],
-                first_work_bytes=first.backward_s[index],
-                step_work_bytes=steps_bytes[index],
-                idle_bytes=idle[index],
-            )
-        )
     return Profile(
         model=model,
         microbatch_size=size,
-        layers=tuple(measured),
+        layers=tuple(_layers(found, turns, work, stepped, idle)),
         device=where,
         source=f"measured: {how}; torch {torch.__version__}",
         step_s=median_of([turn.plain for turn in turns]),
         loss_s=median_of([turn.marked.loss_s for turn in turns]) if loss else 0.0,
-        optimizer_s=whole_s,
-        loss_work_bytes=further.loss_s,
-        step_work_bytes=whole_bytes,
+        optimizer_s=stepped.whole_s,
+        loss_work_bytes=work.further.loss_s,
+        step_work_bytes=stepped.whole_bytes,
     )
+
+
+class _Stepped(NamedTuple):
+    """Measurements of the optimizer's step.
+
+    Attributes:
+        whole_s: seconds of a step on all weights.
+        call_s: seconds that the step of each stage takes, even with few weights.
+        whole_bytes: the most by which memory grows in a step on all weights.
+        layers_bytes: the same of a step on the weights of each layer.
+    """
+
+    whole_s: float
+    call_s: float
+    whole_bytes: float
+    layers_bytes: list[float]
+
+
+def _stepped(step: Step, optimizer: MakeOptimizer, repeats: int, clips: bool) -> _Stepped:
+    """Measures the optimizer's step between other work of training."""
+    clock = step.clock
+    weights = graded(parameters_of(step.chain))
+    seconds = partial(step_seconds, optimizer=optimizer, clock=clock, repeats=repeats, clips=clips, before=step.plain)
+    whole_s = seconds(weights)
+    smallest = sorted(weights, key=torch.numel)[:1]
+    call_s = min(seconds(smallest), whole_s)
+    grown = partial(step_growth, optimizer=optimizer, clips=clips, device=clock.device)
+    layers_bytes = [grown(layer.module.parameters()) for layer in step.chain]
+    return _Stepped(whole_s, call_s, grown(weights), layers_bytes)
 
 
 def profile_sizes(
@@ -216,6 +217,23 @@ def _turns(step: Step, repeats: int, warmup: int, limit_s: float | None) -> list
     return turns[warmup:]
 
 
+def _layers(
+    found: Sequence[Weighed], turns: Sequence[_Turn], work: Work, stepped: _Stepped, idle: Sequence[int]
+) -> Iterator[Layer]:
+    """All figures of each layer."""
+    stepped_bytes = sum(one.layer.wgrad_bytes for one in found)
+    per_byte_s = (stepped.whole_s - stepped.call_s) / max(stepped_bytes, 1)
+    for index, one in enumerate(found):
+        layer = _layer(index, one, turns)
+        yield msgspec.structs.replace(
+            layer,
+            step_s=layer.wgrad_bytes * per_byte_s,
+            step_work_bytes=stepped.layers_bytes[index],
+            idle_bytes=idle[index],
+            **work.of_layer(index),
+        )
+
+
 def _layer(index: int, found: Weighed, turns: Sequence[_Turn]) -> Layer:
     forward = [turn.marked.forward_s[index] for turn in turns]
     backward = [turn.marked.backward_s[index] for turn in turns]
@@ -251,7 +269,7 @@ def _is_idle(parameter: Tensor) -> bool:
 
 def _device_of(chain: Sequence[NamedLayer], device: str | torch.device | None) -> torch.device:
     if device is None:
-        roots = nn.ModuleList([layer.module for layer in chain])
+        roots = joined(chain)
         device = next((tensor.device for tensor in (*roots.parameters(), *roots.buffers())), "cpu")
     place = torch.device(device)
     if accelerator.is_accelerator(place) and place == torch.device(place.type):

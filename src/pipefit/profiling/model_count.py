@@ -36,9 +36,10 @@ from pipefit.profiling.analytic import (
     pretended_state,
 )
 from pipefit.profiling.counting import KernelCount, pretended
-from pipefit.profiling.survey import saved_storages, storage_key, weighed
+from pipefit.profiling.survey import Storages, saved_storages, storage_key, weighed
 from pipefit.profiling.tensors import num_bytes, tensors_of
 from pipefit.spec.counted import Counted, LayerCount
+from pipefit.stage.compiler import Forward, Forwards
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import in_mode, replaced_forwards
 
@@ -175,7 +176,7 @@ class _Walk:
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], counter: KernelCount, fp8: bool) -> None:
         self.layers: Named = []
         self.state = pretended_state(model, None)
-        self.forwards: dict[nn.Module, Callable[..., Any]] = {}
+        self.forwards: Forwards = {}
         self._counter = counter
         self._fp8 = fp8
         self._persistent = {storage_key(tensor) for tensor in self.state.values()}
@@ -198,7 +199,7 @@ class _Walk:
         """Begins to note the code after a block, which gave these leaves of the graph."""
         self._leaves = leaves
         self._weights: dict[int, Tensor] = {}
-        self._seen: dict[int, Any] = {}
+        self._seen: Storages = {}
         self._counter.take()
         self._context = contextlib.ExitStack()
         self._context.enter_context(saved_storages(self._seen, self._persistent))
@@ -231,14 +232,12 @@ class _Walk:
         last, before = self.layers[-1]
         self.layers[-1] = last, before.joined(count)
 
-    def _outside(self, own: list[Tensor], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _outside(self, own: list[Tensor], forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Runs a module between blocks, whose weights are those of the present code."""
         self._weights.update((id(weight), weight) for weight in own)
         return forward(*args, **kwargs)
 
-    def _block(
-        self, path: str, kind: Any, weights: list[Tensor], forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def _block(self, path: str, kind: Any, weights: list[Tensor], forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Runs a block, or gives new tensors in place of its output where one of its kind has run."""
         given = (args, kwargs)
         entering = _crossing(given)

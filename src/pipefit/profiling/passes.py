@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,12 @@ from pipefit.profiling.clock import Clock
 from pipefit.profiling.live_bytes import Growth, LiveBytes
 from pipefit.profiling.tensors import cut_off, describe, graded, map_tensors, parameters_of, tensors_of
 from pipefit.runtime.halves import Saved, input_half, weight_half
-from pipefit.stage.replay import AttentionCores
+from pipefit.stage.replay import attention_cores
 from pipefit.stage.split import NamedLayer
-from pipefit.stage.training import Loss, with_metrics
+from pipefit.stage.training import Loss, checked_loss
+
+Reached = list[tuple[int, Any]]
+"""Layers with the marks at which their backwards began, in order."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,29 @@ class Marked:
     forward_s: list[float]
     backward_s: list[float]
     loss_s: float
+
+
+class Work(NamedTuple):
+    """Bytes by which memory grows in three passes, in place of seconds.
+
+    Attributes:
+        bare: a pass without gradients.
+        first: one whose weights have no gradients yet.
+        further: one that adds to their gradients.
+    """
+
+    bare: Marked
+    first: Marked
+    further: Marked
+
+    def of_layer(self, index: int) -> dict[str, float]:
+        """The figures of a layer's profile by their names."""
+        return {
+            "forward_work_bytes": self.further.forward_s[index],
+            "bare_work_bytes": self.bare.forward_s[index],
+            "backward_work_bytes": self.further.backward_s[index],
+            "first_work_bytes": self.first.backward_s[index],
+        }
 
 
 @dataclass(frozen=True)
@@ -63,11 +89,8 @@ class Step:
         """Seconds of each layer, forward and full backward."""
         return self._marked(lambda roots, seeds, _: torch.autograd.backward(roots, seeds))
 
-    def work(self) -> tuple[Marked, Marked, Marked]:
-        """Bytes by which memory grows in each layer, and in the loss, in place of seconds.
-
-        Of a pass without gradients, of one whose weights have no gradients yet, and of one that adds to them.
-        """
+    def work(self) -> Work:
+        """Bytes by which memory grows in each layer, and in the loss."""
         device = self.clock.device
         with LiveBytes(device.type) as count:
             grown = replace(self, clock=Growth(count, device))
@@ -76,7 +99,7 @@ class Step:
                 bare = grown.marked()
             for parameter in parameters_of(self.chain):
                 parameter.grad = None
-            return bare, grown.marked(), grown.marked()
+            return Work(bare, grown.marked(), grown.marked())
 
     def inputs_only(self) -> Marked:
         """As `marked`, with a backward pass that makes no gradient of a weight."""
@@ -96,7 +119,7 @@ class Step:
             marks[-1].append((begin, clock.mark()))
             return output
 
-        with AttentionCores(timed):
+        with attention_cores(timed):
             for layer in self.chain if self.has_cores else ():
                 marks.append([])
                 payload = layer.module(payload)
@@ -143,16 +166,11 @@ class Step:
             roots = graded(tensors_of(output))
             return roots, [torch.ones_like(root) for root in roots]
         try:
-            value, _ = with_metrics(self.loss(output, self.target))
+            returned = self.loss(output, self.target)
         except Exception as error:
             given = f"{describe(output)} and target {describe(self.target)}"
             raise ModelError(f"the loss raised {type(error).__name__} on {given}: {error}") from error
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            if isinstance(value, Tensor):
-                kind = f"a tensor of shape {tuple(value.shape)}"
-            else:
-                kind = type(value).__name__
-            raise ModelError(f"the loss must give one number to differentiate, got {kind}")
+        value, _ = checked_loss(returned)
         if value.requires_grad:
             return ([value], [None])
         return ([], [])
@@ -161,7 +179,7 @@ class Step:
         clock = self.clock
         payload = self.payload
         calls: list[tuple[Any, Any]] = []
-        reached: list[tuple[int, Any]] = []
+        reached: Reached = []
         # Edges of the graph, not tensors: an output is freed as early as in the plain pass.
         edges = []
         nodes: set[Any] = set()
@@ -190,7 +208,7 @@ class Step:
         forward_s = [clock.between(begin, stop) for begin, stop in calls]
         return Marked(forward_s, backward_s, clock.between(loss_start, start) + loss_back_s)
 
-    def _segments(self, reached: list[tuple[int, Any]], start: Any, end: Any) -> tuple[list[float], float]:
+    def _segments(self, reached: Reached, start: Any, end: Any) -> tuple[list[float], float]:
         """Seconds of each layer's backward pass and, up to the first mark, of the loss's."""
         seconds = [0.0] * len(self.chain)
         # From the last mark back: each layer's segment ends where the next one begins.
@@ -200,7 +218,7 @@ class Step:
         return seconds, self.clock.between(start, end)
 
 
-def _hook(index: int, reached: list[tuple[int, Any]], clock: Clock) -> Callable[[Tensor], None]:
+def _hook(index: int, reached: Reached, clock: Clock) -> Callable[[Tensor], None]:
     def hook(_: Tensor) -> None:
         # A payload of several tensors begins with the first of them.
         if not reached or reached[-1][0] != index:

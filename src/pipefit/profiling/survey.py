@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from pipefit.errors import ModelError
@@ -18,8 +18,11 @@ from pipefit.spec.profile import Layer
 from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.payload import sent
 from pipefit.stage.precision import narrowed
-from pipefit.stage.replay import AttentionCores, replayed_module
-from pipefit.stage.split import NamedLayer
+from pipefit.stage.replay import attention_cores, replayed_module
+from pipefit.stage.split import NamedLayer, joined
+
+Storages = dict[int, Any]
+"""Storages by their keys."""
 
 
 class Weighed(NamedTuple):
@@ -48,10 +51,10 @@ def survey(chain: Sequence[NamedLayer], payload: Any, halves: HalfCopies | None 
     Raises:
         ModelError: a layer raises; the message names it and the shapes of its input.
     """
-    roots = nn.ModuleList([layer.module for layer in chain])
+    roots = joined(chain)
     halves = halves or HalfCopies()
     persistent = {storage_key(tensor) for tensor in (*roots.parameters(), *roots.buffers())}
-    seen: dict[int, Any] = {}
+    seen: Storages = {}
     found = []
     for layer in chain:
         weights = list(layer.module.parameters())
@@ -66,7 +69,7 @@ def survey(chain: Sequence[NamedLayer], payload: Any, halves: HalfCopies | None 
             return core(*args, **kwargs)
 
         given = payload
-        with saved_storages(seen, persistent), AttentionCores(counted):
+        with saved_storages(seen, persistent), attention_cores(counted):
             payload = call_layer(layer.name, layer.module, given)
         learns = any(parameter.requires_grad for parameter in weights)
         copies = halves.of_each(weights)
@@ -80,7 +83,7 @@ def survey(chain: Sequence[NamedLayer], payload: Any, halves: HalfCopies | None 
             made = replace(made, input_bytes=input_bytes)
         if cores:
             chosen = dict(before)
-            with saved_storages(chosen, persistent), AttentionCores():
+            with saved_storages(chosen, persistent), attention_cores():
                 call_layer(layer.name, layer.module, given)
             kept = [storage for key, storage in chosen.items() if key not in before]
             made = replace(made, selective_bytes=bytes_of(kept))
@@ -146,7 +149,7 @@ def _half_bytes(inputs: list[Tensor], outputs: list[Tensor]) -> int | None:
 
 
 @contextmanager
-def saved_storages(seen: dict[int, Any], persistent: set[int]) -> Iterator[None]:
+def saved_storages(seen: Storages, persistent: set[int]) -> Iterator[None]:
     """Collects the storages that autograd saves, except the persistent ones (weights and buffers), each once."""
 
     def pack(tensor: Tensor) -> Tensor:

@@ -15,6 +15,9 @@ from pipefit.stage.split import NamedLayer, joined
 
 T = TypeVar("T", bound=Tensor)
 
+Run = Callable[[Any], Any]
+"""The forward of a layer, from one payload to the next."""
+
 
 def tensors_of(payload: Any) -> list[Tensor]:
     """The tensors of a payload, in order."""
@@ -39,6 +42,13 @@ def map_tensors(function: Callable[[Tensor], Any], payload: Any) -> Any:
 def cut_off(tensor: Tensor) -> Tensor:
     """A copy without the graph that made it; not a leaf, because leaves refuse changes in place."""
     return tensor.detach().requires_grad_(tensor.requires_grad).clone()
+
+
+def in_graph(tensor: Tensor) -> Tensor:
+    """A copy of a tensor that needs a gradient, which a layer may change in place, unlike a leaf of the graph."""
+    if tensor.requires_grad:
+        return tensor.clone()
+    return tensor
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
@@ -85,7 +95,7 @@ def placed(payload: Any, device: torch.device, dtype: torch.dtype | None) -> Any
     return map_tensors(place, payload)
 
 
-def call_layer(name: str, layer: Callable[[Any], Any], payload: Any) -> Any:
+def call_layer(name: str, layer: Run, payload: Any) -> Any:
     """Calls a layer; an exception becomes a `ModelError` with the layer's name and its input."""
     try:
         return layer(payload)

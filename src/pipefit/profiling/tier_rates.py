@@ -17,6 +17,7 @@ from pipefit.spill.arena import aligned
 from pipefit.spill.tier_file import record_sum
 from pipefit.spill.tier_store import TierStore
 from pipefit.spill.tiers import ALIGNMENT, Key
+from pipefit.stage.accelerator import CPU
 
 
 def measure_tier(
@@ -46,9 +47,11 @@ def measure_tier(
     place = torch.device(device)
     name = f"probe-{os.getpid()}"
     tier = TierStore(folder, name, device=place)
+    room = math.inf
     if folder is not None:  # two records, twice: half of what is free, where that is little
-        most = shutil.disk_usage(folder).free // 8
-        num_bytes = min(num_bytes, max(most // ALIGNMENT, 1) * ALIGNMENT)
+        free = shutil.disk_usage(folder).free
+        num_bytes = min(num_bytes, max(free // 8 // ALIGNMENT, 1) * ALIGNMENT)
+        room = free
     keys = Key(0, "weights"), Key(1, "weights")
     slots = [aligned(num_bytes, place).fill_(1) for _ in keys]
     try:
@@ -66,14 +69,9 @@ def measure_tier(
         for file in Path(folder or os.devnull).glob(f"{name}.*"):
             file.unlink()
     read_s, write_s, both_s = map(median_of, zip(*turns[1:], strict=True))
-    if capacity_bytes is None:
-        if folder is None:
-            capacity_bytes = math.inf
-        else:
-            capacity_bytes = shutil.disk_usage(folder).free
     return Tier(
         "host" if folder is None else "disk",
-        capacity_bytes,
+        room if capacity_bytes is None else capacity_bytes,
         num_bytes / read_s,
         num_bytes / write_s,
         # In parallel both would take the longer of the two times, one after the other their sum.
@@ -107,7 +105,7 @@ def _commit_s(tier: TierStore, repeats: int) -> float:
 
 
 def _check_bytes_per_s(slot: Tensor, repeats: int) -> float:
-    clock = Clock(torch.device("cpu"))
+    clock = Clock(CPU)
     content = slot.numpy().data
     seconds = [clock.seconds(lambda: record_sum(content, "")) for _ in range(repeats)]
     return slot.numel() / median_of(seconds[1:])

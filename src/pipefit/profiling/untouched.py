@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipefit.cutting.states import attributes_kept
+from pipefit.cutting.states import attributes_kept, kept_outside
 from pipefit.ir.collector import collector_paused
 from pipefit.profiling.tensors import placed
-from pipefit.stage.device import random_state_kept
-from pipefit.stage.split import NamedLayer
+from pipefit.stage.split import NamedLayer, joined
 from pipefit.stage.stage import in_mode
 
 
@@ -26,16 +25,15 @@ def untouched(
     Parameters keep their identity (so ties stay) and get other data meanwhile; buffers are replaced by copies, so a
     forward pass updates only the running statistics of the copies. So it is with attributes, and the loss's variables.
     """
-    roots = nn.ModuleList([layer.module for layer in chain])
-    parameters = [(p, p.data, p.grad) for p in roots.parameters()]
+    roots = joined(chain)
     buffers = [(module, dict(module._buffers)) for module in roots.modules()]
     copies: dict[int, Tensor] = {}
 
-    with random_state_kept(device), collector_paused(), in_mode(True, roots):
+    with kept_outside(roots, device), collector_paused(), in_mode(True, roots):
         try:
-            for parameter, data, _ in parameters:
+            for parameter in roots.parameters():
                 parameter.grad = None
-                parameter.data = placed(data, device, dtype)
+                parameter.data = placed(parameter.data, device, dtype)
             for module, kept in buffers:
                 for name, buffer in kept.items():
                     if buffer is not None:
@@ -43,10 +41,6 @@ def untouched(
             with attributes_kept(roots, loss), torch.enable_grad():
                 yield
         finally:
-            for parameter, data, grad in parameters:
-                parameter.grad = None
-                parameter.data = data
-                parameter.grad = grad
             for module, kept in buffers:
                 module._buffers.clear()
                 module._buffers.update(kept)

@@ -14,6 +14,7 @@ from torch import nn
 from pipefit.errors import PlanError
 from pipefit.parallel.loss import Loss
 from pipefit.profiling.tensors import map_tensors
+from pipefit.stage.precision import Half, in_float32
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import MakeOptimizer
 
@@ -40,7 +41,7 @@ class Workload:
     device: torch.device
     example: tuple[Any, Any] | None = None
     clips: bool = False
-    half: torch.dtype | None = None
+    half: Half = None
     model: str = ""
     compiler: str | None = None
 
@@ -57,7 +58,7 @@ class Workload:
             return loss
 
         def converted(output: Any, target: Any) -> Any:
-            return loss(map_tensors(lambda leaf: leaf.float() if leaf.dtype == half else leaf, output), target)
+            return loss(map_tensors(lambda leaf: in_float32(leaf, half), output), target)
 
         # Variables that a user's loss reads are found by it.
         return update_wrapper(converted, loss, assigned=(), updated=())

@@ -21,10 +21,9 @@ Points without a feasible plan are left out of the last four.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from operator import truediv
+from operator import gt, le, truediv
 from typing import Any
 
 from pipefit.errors import InfeasibleError, PipefitError, look_up
@@ -32,8 +31,10 @@ from pipefit.reproduce.drawings import metric
 from pipefit.reproduce.entry import Bench, Make, Scalar
 from pipefit.reproduce.named_figures import FIGURES
 from pipefit.reproduce.record_parts import Record, only, without
-from pipefit.reproduce.steps import Draw, Step, filled, is_call, step_of
+from pipefit.reproduce.steps import Draw, filled, is_call, step_of
 
+Figure = Callable[[Bench], Any]
+"""Computes a figure."""
 Ratio = Callable[[float, float], float]
 Points = Sequence[tuple[Any, Any]]
 """Figures with their x."""
@@ -47,38 +48,8 @@ _RATIOS: Mapping[str, Ratio] = {
 _OWN = ("figure", "given", "at", *_RATIOS)
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A figure of a call, perhaps related to another.
-
-    Attributes:
-        function: computes it, from the bench, the step and what is given.
-        step: the call; None: it needs none.
-        given: further arguments.
-        ratio: joins it with the other's; None: there is no other.
-        other: the figure to which it is related.
-    """
-
-    function: Callable[..., Any]
-    step: Step | None = None
-    given: Record = field(default_factory=dict)
-    ratio: Ratio | None = None
-    other: Figure | None = None
-
-    def __call__(self, run: Bench) -> Any:
-        """Computes it."""
-        if self.step is None:
-            steps = []
-        else:
-            steps = [self.step]
-        found = self.function(run, *steps, **self.given)
-        if self.ratio is None or self.other is None:
-            return found
-        return self.ratio(found, self.other(run))
-
-
 def figure_of(record: Record, calls: Record) -> Figure:
-    """The figure that a record describes.
+    """The figure of a call that a record describes, perhaps related to another.
 
     Args:
         record: describes one figure.
@@ -87,24 +58,30 @@ def figure_of(record: Record, calls: Record) -> Figure:
     Raises:
         PipefitError: an unknown figure or call.
     """
+    name = record["figure"]
+    steps = []
     call = without(record, _OWN)
     if call:
-        step = step_of(call, calls)
+        steps.append(step_of(call, calls))
+    given = record.get("given", {})
+    if name not in FIGURES and any(isinstance(step, Draw) for step in steps):
+        function: Callable[..., Any] = metric
+        given = {"name": name, "at": record.get("at")}
     else:
-        step = None
-    function, given = _function(record, step)
+        function = look_up(name, FIGURES, "no figure is called")
+
+    def own(run: Bench) -> Any:
+        return function(run, *steps, **given)
+
     for name, ratio in _RATIOS.items():
         if name in record:
-            other = _related(record, record[name])
-            return Figure(function, step, given, ratio, figure_of(other, calls))
-    return Figure(function, step, given)
+            other = figure_of(_related(record, record[name]), calls)
+            return partial(_ratio, ratio=ratio, own=own, other=other)
+    return own
 
 
-def _function(record: Record, step: Step | None) -> tuple[Callable[..., Any], Record]:
-    name = record["figure"]
-    if isinstance(step, Draw) and name not in FIGURES:
-        return metric, {"name": name, "at": record.get("at")}
-    return look_up(name, FIGURES, "no figure is called"), record.get("given", {})
+def _ratio(run: Bench, ratio: Ratio, own: Figure, other: Figure) -> float:
+    return ratio(own(run), other(run))
 
 
 def _related(record: Record, other: Record) -> Record:
@@ -173,12 +150,9 @@ def _joined(run: Bench, points: Points, join: Callable[..., Scalar], **options: 
     return join(dict(feasible(run, points)), **options)
 
 
-def _falls(found: Mapping[Any, float], limit: float = 1.0) -> bool:
-    return len(found) > 1 and all(b <= limit * a for a, b in pairwise(found.values()))
-
-
-def _rises(found: Mapping[Any, float], limit: float = 1.0) -> bool:
-    return len(found) > 1 and all(b > limit * a for a, b in pairwise(found.values()))
+def _follows(found: Mapping[Any, float], holds: Callable[[float, float], bool], limit: float = 1.0) -> bool:
+    """Whether something holds between each figure and `limit` times the one before."""
+    return len(found) > 1 and all(holds(b, limit * a) for a, b in pairwise(found.values()))
 
 
 def _best(found: Mapping[Any, float]) -> Any:
@@ -189,4 +163,4 @@ def _most(found: Mapping[Any, float]) -> float:
     return max(found.values())
 
 
-_JOINTS = {"falls": _falls, "rises": _rises, "best": _best, "most": _most}
+_JOINTS = {"falls": partial(_follows, holds=le), "rises": partial(_follows, holds=gt), "best": _best, "most": _most}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipefit.draw.chart import can_plot
@@ -136,7 +136,7 @@ class Outcome:
         return written
 
 
-@dataclass(frozen=True)
+@dataclass
 class Tally:
     """How many values agree, by their sort.
 
@@ -147,10 +147,10 @@ class Tally:
         repeated: the number of values in entries that repeat another, which are not counted again.
     """
 
-    agreeing: Mapping[Sort, int]
-    judged: Mapping[Sort, int]
-    shown: int
-    repeated: int
+    agreeing: Counter[Sort] = field(default_factory=Counter)
+    judged: Counter[Sort] = field(default_factory=Counter)
+    shown: int = 0
+    repeated: int = 0
 
     @property
     def text(self) -> str:
@@ -169,21 +169,19 @@ class Tally:
 
 def tally(outcomes: Iterable[Outcome]) -> Tally:
     """Counts the values of entries, and apart from them the values of repeating entries."""
-    agreeing: Counter[Sort] = Counter()
-    judged: Counter[Sort] = Counter()
-    unpublished = 0
-    repeated = 0
+    found = Tally()
     for outcome in outcomes:
         if outcome.entry.like:
-            repeated += len(outcome.values)
+            found.repeated += len(outcome.values)
             continue
         for each in outcome.values:
-            if each.value.sort is None:
-                unpublished += 1
-                continue
-            judged[each.value.sort] += 1
-            agreeing[each.value.sort] += each.agrees is True
-    return Tally(agreeing, judged, unpublished, repeated)
+            sort = each.value.sort
+            if sort is None:
+                found.shown += 1
+            else:
+                found.judged[sort] += 1
+                found.agreeing[sort] += each.agrees is True
+    return found
 
 
 HEADER = ["", "published", "ours", "ratio", ""]

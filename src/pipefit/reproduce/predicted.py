@@ -68,9 +68,7 @@ def years(run: Bench, step: Planned, tokens: float) -> float:
 
 def days_by_formula(run: Bench, step: Planned, tokens: float, parameters: float) -> float:
     """8·T·P/(n·X), with our X."""
-    devices: int = run(step).num_processes
-    flops_per_s = devices * tflops(run, step) * 1e12
-    return 8 * tokens * parameters / flops_per_s / _DAY_S
+    return days_of_slide(run, tokens, parameters, run(step).num_processes, tflops(run, step))
 
 
 def days_of_slide(run: Bench, tokens: float, parameters: float, devices: int, rate: float) -> float:

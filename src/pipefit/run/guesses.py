@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipefit.spec.files import JsonObject
-
 _MOST_WRONG = 24
 _MOST_RIGHT = 12
 
@@ -61,11 +59,6 @@ def guesses_of(model: nn.Module, images: Tensor, labels: Tensor) -> list[Guess]:
     wrong = sorted((guess for guess in found if not guess.is_right), key=lambda guess: -guess.share)
     right = [guess for guess in found if guess.is_right]
     return wrong[:_MOST_WRONG] + right[:_MOST_RIGHT]
-
-
-def read_guesses(result: JsonObject) -> list[Guess]:
-    """The answers in the saved result of a run."""
-    return [Guess(*guess) for guess in result.get("guesses", [])]
 
 
 def picture_of(guess: Guess) -> str:

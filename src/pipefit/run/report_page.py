@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from pipefit.pipeline.run_report import SHOWN
 from pipefit.planner.explain import spill_lines
 from pipefit.run.config import RunConfig, checkpoints_of
 from pipefit.run.curves import curves, figures_of
-from pipefit.run.guesses import picture_of, read_guesses
+from pipefit.run.guesses import Guess, picture_of
 from pipefit.run.result import MEASURED, METRICS, RESULT
 from pipefit.run.speeds import speeds_of
 from pipefit.runtime.faults import events_of, noted
@@ -196,7 +197,7 @@ def _of_result(place: Path, config: JsonObject, result: JsonObject) -> JsonObjec
         "settings": _settings(config),
         "machine": result.get("machine"),
         "speeds": speeds_of(place, config),
-        "guesses": [(guess, picture_of(guess)) for guess in read_guesses(result)],
+        "guesses": [(guess, picture_of(guess)) for guess in starmap(Guess, result.get("guesses", ()))],
     }
 
 

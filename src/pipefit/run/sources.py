@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipefit.data import ArrayBatches, SyntheticBatches, TextBatches, digits, split_corpus, text, unigram_entropy
-from pipefit.data.records import TokenBatches
+from pipefit.data.records import TokenBatches, token_samples
+from pipefit.data.token_table import IGNORED, TokenTable
 from pipefit.errors import DataError, ModelError
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.models.examples import Batch
-from pipefit.models.hub import is_folder
+from pipefit.models.hub import is_folder, limits_of, tokenizer_of
 from pipefit.models.registry import hub_bundle
 from pipefit.run.config import RunConfig
-from pipefit.run.texts import HeldOutPrompt, Texts, files_of, is_named, texts_of
 from pipefit.stage.materialise import can_be_drawn, initialise, is_meta
 from pipefit.stage.split import named_layers
 
 _MOST_HELD_OUT = 32
+_USUAL_CONTEXT = 512
+_MOST_PROMPTS = 2
+_MOST_WORDS = 32
+
+
+class HeldOutPrompt(NamedTuple):
+    """The beginning of a held-out sequence, and what follows there.
+
+    Attributes:
+        tokens: the tokens of the beginning.
+        target: the tokens that follow.
+        is_answer: whether these are an answer, which has one right form, and not a text that may go on in many ways.
+    """
+
+    tokens: list[int]
+    target: list[int]
+    is_answer: bool
 
 
 @dataclass(frozen=True)
@@ -100,19 +118,24 @@ def model_and_data(config: RunConfig, doing: Callable[[str], None]) -> tuple[Mod
 def _folder_and_data(config: RunConfig, doing: Callable[[str], None]) -> tuple[ModelBundle, Source]:
     """The model of a folder, without weights, and its data; the user's records are read first, to refuse them soon."""
     seed = config.updates.seed
-    is_own = bool(config.data) and not is_named(config.data)
+    is_own = bool(config.data) and not _is_named(config.data)
     if is_own:
         doing("reading the data")
-        texts = texts_of(config)
+        source = _of_folder(config, config.batch, seed)
     doing("building the model")
     torch.manual_seed(seed)
     with torch.device("meta"):
         bundle = hub_bundle(config.model, parse_options(config.option, config.model), config.lora)
-    if not is_own:
-        if config.data or bundle.data != "text":
-            return bundle, source_of(bundle, config.data, config.batch, seed, config.eval_data)
-        texts = texts_of(config)
-    return bundle, _of_tokens(texts, config.batch, seed)
+    if is_own:
+        return bundle, source
+    if config.data or bundle.data != "text":
+        return bundle, source_of(bundle, config.data, config.batch, seed, config.eval_data)
+    return bundle, _of_folder(config, config.batch, seed)
+
+
+def _is_named(data: Sequence[str]) -> bool:
+    """Returns whether `--data` names a data set that is not text or records."""
+    return tuple(data) in (("digits",), ("synthetic",))
 
 
 def source_of(bundle: ModelBundle, data: Sequence[str], batch: int, seed: int, eval_data: str = "") -> Source:
@@ -129,7 +152,7 @@ def source_of(bundle: ModelBundle, data: Sequence[str], batch: int, seed: int, e
         DataError: unknown, missing, empty, or unsuitable for the model.
     """
     wanted = tuple(data) or ((bundle.data,) if bundle.data else ("synthetic",))
-    if is_named(wanted) and eval_data:
+    if _is_named(wanted) and eval_data:
         raise DataError(f"--eval-data is for text and records; {wanted[0]} has its own, or none")
     if wanted == ("digits",):
         images = digits(seed=seed)
@@ -139,7 +162,7 @@ def source_of(bundle: ModelBundle, data: Sequence[str], batch: int, seed: int, e
     if wanted == ("synthetic",):
         return Source("synthetic", SyntheticBatches(bundle.example, batch, seed=seed))
     if is_folder(bundle.name):
-        return _of_tokens(texts_of(RunConfig(model=bundle.name, data=wanted, eval_data=eval_data)), batch, seed)
+        return _of_folder(RunConfig(model=bundle.name, data=wanted, eval_data=eval_data), batch, seed)
     x, _ = bundle.example(1, 0)
     if not isinstance(x, Tensor) or x.dtype != torch.int64 or x.dim() != 2:
         raise DataError(f"text is for language models; {bundle.name} takes other data: use --data synthetic or digits")
@@ -148,7 +171,7 @@ def source_of(bundle: ModelBundle, data: Sequence[str], batch: int, seed: int, e
 
 def _of_bytes(data: Sequence[str], eval_data: str, context: int, batch: int, seed: int) -> Source:
     """Text as bytes; without data to evaluate on, its last tenth is held out."""
-    train = text(files_of(data))
+    train = text(_files(data))
     if eval_data:
         held = text(eval_data)
     else:
@@ -162,26 +185,86 @@ def _of_bytes(data: Sequence[str], eval_data: str, context: int, batch: int, see
     )
 
 
-def _of_tokens(texts: Texts, batch: int, seed: int) -> Source:
-    """Text for the model of a folder."""
-    batches = TokenBatches(texts.train, batch, texts.padding, texts.context, seed)
-    held_out: tuple[Any, ...] = ()
-    if len(texts.held_out):
-        held = TokenBatches(texts.held_out, batch, texts.padding, texts.context, 1, ragged=True)
-        held_out = tuple(islice(held, _MOST_HELD_OUT))
-    lengths = texts.train.lengths
+def _files(names: Sequence[str]) -> list[Path] | None:
+    """The files of text or records that `--data` names; None: the built-in text."""
+    if tuple(names) in ((), ("text",)):
+        return None
+    return [Path(name) for name in names]
+
+
+def _of_folder(config: RunConfig, batch: int, seed: int) -> Source:
+    """Text for the model of a folder, by the tokenizer in it; without --eval-data its last tenth is held out.
+
+    Raises:
+        DataError: a file, a record or an option does not fit.
+        ModelError: the folder has no tokenizer.
+    """
+    folder = config.model
+    longest, vocabulary = limits_of(folder)
+    tokenizer = tokenizer_of(folder)
+    if config.context > longest > 0:
+        raise DataError(f"--context {config.context}: {folder} takes at most {longest} tokens")
+    context = config.context or min(longest or _USUAL_CONTEXT, _USUAL_CONTEXT)
+
+    def read(names: Sequence[str]) -> TokenTable:
+        samples = token_samples(_files(names), tokenizer, context, config.pack, config.learn == "all")
+        if samples.highest >= vocabulary:
+            raise DataError(
+                f"{folder}: its tokenizer gives the token {samples.highest}, but the model knows {vocabulary} tokens; "
+                "they do not belong together"
+            )
+        return samples
+
+    train = read(config.data)
+    if config.eval_data:
+        held_out = read([config.eval_data])
+    else:
+        count = len(train) - len(train) // 10
+        held_out = train[count:]
+        train = train[:count]
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    padding = next((token for token in known if token is not None), 0)
+    batches = TokenBatches(train, batch, padding, context, seed)
+    evaluated: tuple[Any, ...] = ()
+    if len(held_out):
+        evaluated = tuple(islice(TokenBatches(held_out, batch, padding, context, 1, ragged=True), _MOST_HELD_OUT))
+    lengths = train.lengths
     example = batches.batch_at(max(range(len(batches)), key=lambda k: lengths[batches.longest_at(k)]))
     return Source(
-        texts.name,
+        ", ".join(config.data) or "text",
         batches,
-        held_out,
+        evaluated,
         tokens_per_sample=round(float(lengths.mean())),
-        longest=texts.context,
+        longest=context,
         example=(example, example),
         is_tuned=True,
-        tokenizer=texts.tokenizer,
-        prompts=texts.prompts(),
+        tokenizer=tokenizer,
+        prompts=tuple(_prompts(held_out)),
     )
+
+
+def _prompts(held_out: TokenTable) -> Iterator[HeldOutPrompt]:
+    """Beginnings of the first held-out sequences."""
+    for number in range(min(len(held_out), _MOST_PROMPTS)):
+        prompt = _prompt(held_out.ids(number).tolist(), held_out.labels(number).tolist())
+        if prompt.tokens and prompt.target:
+            yield prompt
+
+
+def _prompt(ids: list[int], labels: list[int]) -> HeldOutPrompt:
+    """The prompt of a sequence: up to its first answer, or its first words where all of it is learned."""
+    is_learned = [label != IGNORED for label in labels]
+    if True in is_learned:
+        start = is_learned.index(True)
+    else:
+        start = 0
+    if start == 0:
+        words = min(len(ids) // 4, _MOST_WORDS)
+        return HeldOutPrompt(ids[:words], ids[words:], is_answer=False)
+    end = start
+    while end < len(ids) and is_learned[end]:
+        end += 1
+    return HeldOutPrompt(ids[:start], ids[start:end], is_answer=True)
 
 
 def bundle_of(model: str, options: dict[str, Any], seed: int, empty: bool) -> ModelBundle:

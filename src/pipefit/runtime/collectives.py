@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipefit.errors import PipefitError, kind_of
 from pipefit.parallel.alike import differences
-from pipefit.parallel.waiting import collective, finish
+from pipefit.parallel.waiting import collective, finish_collectives
 from pipefit.runtime.session import Session
 
 
@@ -57,7 +57,7 @@ def sum_table(session: Session, table: Tensor) -> Tensor:
     work = start_sum(session, table)
     if work is not None:
         with session.progress.waiting():
-            finish(work)
+            finish_collectives(work)
     return table
 
 

@@ -29,9 +29,10 @@ from pipefit.errors import ModelError
 from pipefit.ir.graph import FEW_SENDS
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import WHOLE_OF, Kind, Op, Reduction
+from pipefit.parallel.buckets import resize
 from pipefit.parallel.mesh import Mesh
 from pipefit.parallel.torch_names import all_gather_single, reduce_scatter_single
-from pipefit.parallel.waiting import finish
+from pipefit.parallel.waiting import finish, finish_collectives
 from pipefit.runtime.batch_lines import BatchLines
 from pipefit.runtime.microbatches import Feed
 from pipefit.runtime.tags import Tags
@@ -316,7 +317,9 @@ class DistributedTransport:
             if sent_kind == kind and any((sent.stage, sent.mb) == (stage, mb) for sent in queue):
                 while (sent := queue.popleft()) and (sent.stage, sent.mb) != (stage, mb):
                     sent.finish()
-                sent.finish()
+                for work in sent.works:
+                    # It has ended: the answer is made from all that was sent.
+                    work.wait()
 
     def finish(self) -> None:
         """Waits for every open send."""
@@ -326,8 +329,9 @@ class DistributedTransport:
     def end_sends(self) -> None:
         """Lets go of what was sent: on a GPU once it has left, elsewhere after a wait until it has."""
         for queue in self._open.values():
-            while queue:
-                queue.popleft().finish()
+            works = [work for sent in queue for work in sent.works]
+            finish(*works)
+            queue.clear()
 
     def _peer(self, i: Instruction) -> int:
         return i.peer * self._mesh.tensor + self._mesh.index
@@ -402,6 +406,9 @@ class DistributedTransport:
             for other in terms[1:]:
                 terms[0].add_(other)
             part.copy_(terms[0])
+            # A thread of Gloo may hold them for a while.
+            resize(before, 0)
+            resize(after, 0)
 
         return _ending(
             dist.all_to_all_single(before, above, lower, upper, group=group, async_op=True),
@@ -464,10 +471,10 @@ def _check_can_be_sent(stage: int, contract: Contract) -> None:
 
 
 def _ending(*works: Any, then: Callable[[], None] | None = None) -> Ending:
-    """Waits for some work, and then calls `then`."""
+    """Waits for some collectives, and then calls `then`."""
 
     def end() -> bool:
-        finish(*works)
+        finish_collectives(*works)
         if then is not None:
             then()
         return True

@@ -14,7 +14,6 @@ from pipefit.ir import text
 from pipefit.ir.graph import collective_members, dependency_graph
 from pipefit.ir.op import Op
 from pipefit.ir.program import Header, Program
-from pipefit.parallel.mesh import Mesh
 from pipefit.parallel.threads import let_carriers_wait, let_go
 from pipefit.passes.gathering import gathering_of
 from pipefit.runtime.collectives import check_alike
@@ -45,6 +44,7 @@ class Engine:
     Attributes:
         workers: one in a distributed run; all of them in a local one.
         transports: of each worker.
+        mesh: the processes that share this process's rank.
         metric_names: of the metrics that the loss returns, the same on every rank; None: not known yet.
         is_lost: whether a step has failed after some of its updates.
     """
@@ -68,6 +68,7 @@ class Engine:
             session: the ranks of the run.
         """
         self.workers = list(workers)
+        self.mesh = workers[0].mesh
         self.is_lost = False
         self.executions: list[Execution] = []
         self._prepared: set[str] = set()
@@ -92,11 +93,6 @@ class Engine:
         made = DistributedTransport(rank, num_stages, self.device, self.mesh, has_link_groups)
         session.before_leaving.append(made.finish)
         return made
-
-    @property
-    def mesh(self) -> Mesh:
-        """The processes that share this process's rank."""
-        return self.workers[0].mesh
 
     @property
     def moved_bytes(self) -> tuple[float, float]:

@@ -6,6 +6,7 @@ tensors need gradients, and whether the stage changes its input in place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,14 +70,34 @@ def _closed(run: Execution, i: Instruction, inputs: list[Tensor], output: Any) -
     has_graph = torch.is_grad_enabled()
     # Without a graph there are no edges, though a layer may return an input of the stage that needs a gradient.
     flags = [has_graph and carries_gradient(leaf) for leaf in outputs]
+    agreed = run.worker.flags.get(shape_of(run, i), flags)
+    if any(flags) and agreed != flags:
+        outputs = _with_agreed_gradients(i, outputs, agreed)
+        flags = list(agreed)
     if i.stage < run.header.last_stage:
-        needed = run.worker.flags.get(shape_of(run, i), flags)
-        if has_graph:
-            needed = flags
-        outputs = narrowed(outputs, needed, run.worker.stages[i.stage].half)
+        outputs = narrowed(outputs, agreed, run.worker.stages[i.stage].half)
     edges = [get_gradient_edge(leaf) for leaf, flag in zip(outputs, flags, strict=True) if flag]
     detached = [leaf.detach() for leaf in outputs]
     return Saved(inputs, edges), Message(detached, flags, structure)
+
+
+def _with_agreed_gradients(i: Instruction, outputs: list[Tensor], agreed: Sequence[bool]) -> list[Tensor]:
+    """Outputs of which those need a gradient for which one will come back; new ones among them pass it to nothing.
+
+    Raises:
+        ModelError: another output needs one.
+    """
+    changed = list(outputs)
+    for index, (leaf, comes) in enumerate(zip(outputs, agreed, strict=True)):
+        if comes and not leaf.requires_grad:
+            changed[index] = leaf.detach().requires_grad_()
+        if carries_gradient(leaf) and not comes:
+            raise ModelError(
+                f"output {index} of stage {i.stage} needs a gradient for micro-batch {i.mb}, but needed none for an "
+                "earlier one of the same shape, so none comes back: make another Pipeline after requires_grad_(True) "
+                "of weights that were frozen in the first step, and detach() the same outputs for every micro-batch"
+            )
+    return changed
 
 
 def _flattened(run: Execution, i: Instruction, output: Any) -> tuple[list[Tensor], Structure | Rest]:

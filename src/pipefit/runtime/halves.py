@@ -42,6 +42,14 @@ class Saved(NamedTuple):
     inputs: Sequence[Tensor | GradientEdge]
     edges: list[GradientEdge]
 
+    def entered(self, grads: Sequence[Tensor | None]) -> tuple[Saved, list[Tensor]]:
+        """The same state with those edges only at which a gradient enters the graph, and these gradients."""
+        came = [grad for grad in grads if grad is not None]
+        if len(came) == len(grads):
+            return self, came
+        edges = [edge for edge, grad in zip(self.edges, grads, strict=True) if grad is not None]
+        return Saved(self.inputs, edges), came
+
 
 class WeightRun(NamedTuple):
     """A part of the second half: autograd from some edges to some weights.
@@ -121,7 +129,8 @@ def input_half(saved: Saved, grads: Sequence[Tensor]) -> tuple[list[Tensor | Non
         grads: of the stage's outputs.
 
     Raises:
-        ModelError: a weight with a hook is used several times, or inside a function written in Python.
+        ModelError: a weight with a hook is used several times, or inside a function written in Python; or a layer
+            has a reentrant checkpoint.
     """
     roots, given = tuple(saved.edges), tuple(grads)
     if not roots:
@@ -130,7 +139,15 @@ def input_half(saved: Saved, grads: Sequence[Tensor]) -> tuple[list[Tensor | Non
         return [], [WeightRun(roots, given)]
     groups = _groups(_Ways(saved), saved.edges)
     captures = [edge for group in groups for edge in group.edges]
-    found = run_backward(roots, given, (*saved.inputs, *captures), again=True)
+    try:
+        found = run_backward(roots, given, (*saved.inputs, *captures), again=True)
+    except RuntimeError as problem:
+        if "use_reentrant=True" in str(problem):
+            raise ModelError(
+                "a layer uses torch.utils.checkpoint with use_reentrant=True, which cannot split a backward as this "
+                "schedule does: give it use_reentrant=False, or choose a schedule such as 1f1b"
+            ) from problem
+        raise
     arrived = iter(found[len(saved.inputs) :])
     runs, early = [], WeightRun((), ())
     for group in groups:

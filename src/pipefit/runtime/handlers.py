@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipefit.errors import ModelError
 from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import PIECE_OF, WHOLE_OF, Kind, Op, Reduction
@@ -18,7 +19,6 @@ from pipefit.runtime.executor import Execution, Handlers
 from pipefit.runtime.finite import is_taken
 from pipefit.runtime.forwarding import on_device, run_stage, shape_of
 from pipefit.runtime.halves import (
-    Saved,
     WeightRun,
     accumulate_backward,
     input_half,
@@ -35,9 +35,9 @@ from pipefit.stage.training import checked_loss
 _log = logging.getLogger("pipefit.runtime")
 
 _UNREACHED = (
-    "stage %d gives no gradient to the stages before it, as after detach(): the gradients of their weights are zeros, "
-    "by which weight decay and momentum still change them, while plain torch has none and leaves them as they are; "
-    "freeze them: requires_grad_(False)"
+    "stage %d gives no gradient to an output of the stages before it, as after detach(): the gradients of weights that "
+    "have no other are zeros, by which weight decay and momentum still change them, while plain torch has none and "
+    "leaves them as they are; freeze them: requires_grad_(False)"
 )
 
 
@@ -81,7 +81,7 @@ def _loss(run: Execution, i: Instruction) -> None:
     _, target = run.values["input", last, i.mb]
     leaves, needed = act.as_inputs()
     compute = run.loss or worker.training.loss
-    output = act.payload(in_float32(leaves, worker.training.half))
+    output = act.payload([in_float32(leaf, worker.training.half) for leaf in leaves])
     loss, metrics = checked_loss(compute(output, target))
     refuse_other_weights(loss, needed)
     share = run.feed[i.mb].share
@@ -98,16 +98,21 @@ def _loss(run: Execution, i: Instruction) -> None:
     if worker.scale is not None:
         update = run.header.update_of(last, i.mb)
         share *= worker.scale.of(run.compiled.program, update)
-    grads: Sequence[Tensor | None] = [None] * len(needed)
+    grads: Sequence[Any] = [torch.zeros_like(leaf) for leaf in needed]
     if needed and share != 0:
+        if not loss.requires_grad:
+            raise ModelError(
+                "the loss has no gradient: it does not depend on the model's output, or by detach(), a comparison or a "
+                "conversion to numbers only"
+            )
         start = torch.full_like(loss, share)
         grads = run_backward((loss,), (start,), tuple(needed))
-    run.values["grad", last, i.mb] = _whole(grads, needed)
+    # Weights behind an output that the loss does not use have no gradient, which is not a gradient of zeros.
+    run.values["grad", last, i.mb] = Message(list(grads))
 
 
 def _backward(run: Execution, i: Instruction) -> None:
-    saved: Saved = run.values.pop(("saved", i.stage, i.mb))
-    grads = run.values.pop(("grad", i.stage, i.mb)).leaves
+    saved, grads = run.values.pop(("saved", i.stage, i.mb)).entered(run.values.pop(("grad", i.stage, i.mb)).leaves)
     if saved.edges:
         _run_backward(run, i, partial(accumulate_backward, saved.edges, grads))
     if i.stage > run.header.frozen:
@@ -139,7 +144,7 @@ def _whole(grads: Sequence[Tensor | None], leaves: Sequence[Any]) -> Message:
 def _crossing(run: Execution, i: Instruction, grads: Sequence[Tensor | None], leaves: Sequence[Any]) -> Message:
     """The gradients of a stage's inputs, in the type in which these came."""
     unreached = run.worker.unreached
-    if leaves and i.stage not in unreached and not any(grad is not None for grad in grads):
+    if leaves and i.stage not in unreached and any(grad is None for grad in grads):
         unreached.add(i.stage)
         _log.warning(_UNREACHED, i.stage)
     message = _whole(grads, leaves)
@@ -148,8 +153,7 @@ def _crossing(run: Execution, i: Instruction, grads: Sequence[Tensor | None], le
 
 
 def _backward_input(run: Execution, i: Instruction) -> None:
-    saved: Saved = run.values["saved", i.stage, i.mb]
-    grads = run.values.pop(("grad", i.stage, i.mb)).leaves
+    saved, grads = run.values["saved", i.stage, i.mb].entered(run.values.pop(("grad", i.stage, i.mb)).leaves)
     run.worker.stores[i.stage].at(i.version)
     with run.worker.stages[i.stage].replaying(i.version):
         found, run.values["half", i.stage, i.mb] = input_half(saved, grads)

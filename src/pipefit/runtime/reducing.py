@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+from torch.optim import SparseAdam
 
+from pipefit.errors import PlanError
 from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.liveness import SUMMED
@@ -27,9 +29,18 @@ if TYPE_CHECKING:
 
 
 def make_buckets(worker: Worker, program: Program) -> None:
-    """Makes the buckets of a rank's stages that the program reduces over replicas; they stay with the worker."""
+    """Makes the buckets of a rank's stages that the program reduces over replicas; they stay with the worker.
+
+    Raises:
+        PlanError: an optimizer takes sparse gradients only.
+    """
     reduced = {i.stage for i in program.ranks[worker.rank] if i.op is Op.REDUCE and i.kind in SUMMED}
     for stage in reduced:
+        if isinstance(worker.optimizers.get(stage), SparseAdam):
+            raise PlanError(
+                f"stage {stage}: its copies add up their gradients as dense tensors, which SparseAdam does not take: "
+                "give it one copy (replicas), or another optimizer"
+            )
         if stage not in worker.buckets:
             untied = [owned.parameter for owned in worker.owned[stage] if owned.tie is None]
             worker.buckets[stage] = worker.stores[stage].make_buckets(untied)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pipefit.errors import CommunicationError, DisagreementError, PipefitError, is_lost_peer, kind_of
 from pipefit.ir.program import Program
 from pipefit.parallel.threads import let_go
-from pipefit.parallel.waiting import finish
+from pipefit.parallel.waiting import finish_collectives
 from pipefit.runtime import repairs
 from pipefit.runtime.background import Background
 from pipefit.runtime.calls import different_calls
@@ -160,7 +160,7 @@ class Session:
         if self.repairs is None:
             work.wait()
         else:
-            self.repairs.commit(partial(finish, work), total)
+            self.repairs.commit(partial(finish_collectives, work), total)
 
     def unit(self, work: Callable[[], T]) -> T:
         """Does what all ranks do together; again from its beginning, if a rank is lost before all have done it.

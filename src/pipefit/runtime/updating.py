@@ -43,7 +43,7 @@ def update_of(run: Execution, i: Instruction) -> Callable[[], bool]:
         if scale != 1:
             torch._foreach_mul_(gradients, scale)
         if factor is not None and gradients:
-            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype.to_real()))
         run.rates[i.stage, i.version] = tuple(float(group["lr"]) for group in optimizer.param_groups)
         make_step(run, i.stage, optimizer)
         if scheduler is not None:

@@ -193,7 +193,7 @@ class Worker:
         return self.rank * self.mesh.tensor + self.mesh.index
 
     def take_changes(self) -> None:
-        """Takes what the user has changed in weights since the last program.
+        """Takes what the user has changed in weights since the last program; gradients of the user's own are dropped.
 
         Raises:
             ModelError: a weight that was frozen is to be trained, or one has another shape or type.
@@ -206,6 +206,9 @@ class Worker:
                 )
         for store in self.stores.values():
             store.take_changes()
+        for owned in self.owned.values():
+            for own in owned:
+                own.parameter.grad = None
 
     def forget_halves(self) -> None:
         """Forgets the half copies of all weights, before some of them change: stages may share one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 from pipefit.errors import ScheduleError, look_up
-from pipefit.ir.instruction import Indices
+from pipefit.ir.instruction import Groups
 from pipefit.ir.program import Program
 from pipefit.ir.spill import Spill
 from pipefit.schedules import gpipe, looped, one_f_one_b, patched, spilled, zero_bubble
@@ -45,7 +45,7 @@ def generate(name: str, shape: Shape) -> Program:
     return find(name)(shape)
 
 
-def shape_of(plan: Plan, *, num_steps: int = 1, ties: tuple[Indices, ...] = (), clip: bool = False) -> Shape:
+def shape_of(plan: Plan, *, num_steps: int = 1, ties: Groups = (), clip: bool = False) -> Shape:
     """The shape from which a plan's program is generated.
 
     Args:

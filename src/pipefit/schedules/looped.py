@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipefit.errors import ScheduleError
-from pipefit.ir.instruction import bwd, forward_backward, fwd
+from pipefit.ir.instruction import Indices, Instruction, bwd, forward_backward, fwd
 from pipefit.schedules.one_f_one_b import alternate, num_warmup
 from pipefit.schedules.registry import Orders, Task, schedule
 from pipefit.schedules.shape import Shape
@@ -27,7 +27,7 @@ def _interleavable(shape: Shape) -> None:
         )
 
 
-def _ahead(p: int, m: int, v: int, rank: int) -> tuple[int, ...]:
+def _ahead(p: int, m: int, v: int, rank: int) -> Indices:
     """The first slots of the forwards' order, up to the first backward, without the missing micro-batches."""
     left = 2 * (p - rank) - 1 + (v - 1) * p
     if v == 1:
@@ -86,15 +86,24 @@ def _breadth_first(task: Task) -> Orders:
     forward, so that the stage keeps one micro-batch and need not replay it.
     Source: Breadth-First Pipeline Parallelism (MLSys 2023) §3.
     """
+    return stage_by_stage(task, turns=bool(task.options["turn"]))
+
+
+def stage_by_stage(task: Task, turns: bool) -> Orders:
+    """All micro-batches through each stage of a rank, and back.
+
+    Args:
+        task: of the schedule.
+        turns: at the last stage each backward follows its own forward.
+    """
     for rank in range(task.num_ranks):
-        stages = task.stages_of(rank)
-        mbs = task.microbatches_of(stages[0], rank)
         order = []
-        left = []
-        for stage in stages:
-            if task.options["turn"] and stage == task.num_stages - 1:
+        backwards: list[Instruction] = []
+        for stage in task.stages_of(rank):
+            mbs = task.microbatches_of(stage, rank)
+            if turns and stage == task.num_stages - 1:
                 order += forward_backward(stage, mbs)
             else:
                 order += [fwd(stage, mb) for mb in mbs]
-                left.append(stage)
-        yield order + [bwd(stage, mb) for stage in reversed(left) for mb in mbs]
+                backwards = [bwd(stage, mb) for mb in mbs] + backwards
+        yield order + backwards

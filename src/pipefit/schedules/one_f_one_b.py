@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipefit.errors import ScheduleError
-from pipefit.ir.instruction import Instruction, bwd, fwd
+from pipefit.ir.instruction import Indices, Instruction, bwd, fwd
 from pipefit.ir.program import Header, WeightRule
 from pipefit.schedules.registry import Orders, Task, schedule
 from pipefit.schedules.shape import Shape
@@ -47,7 +47,7 @@ def _one_f_one_b(task: Task) -> Orders:
         yield alternate(forwards, backwards, warmup)
 
 
-def _ahead(p: int, m: int, v: int, rank: int) -> tuple[int, ...]:
+def _ahead(p: int, m: int, v: int, rank: int) -> Indices:
     return (min(p - rank, m),)
 
 
@@ -67,7 +67,7 @@ def _flush(task: Task) -> Orders:
     return _one_f_one_b(task)
 
 
-def _ahead_of_many(p: int, m: int, v: int, rank: int) -> tuple[int, ...]:
+def _ahead_of_many(p: int, m: int, v: int, rank: int) -> Indices:
     """The micro-batches of one update are followed by those of the next."""
     return (p - rank,)
 

@@ -61,7 +61,7 @@ Orders = Iterator[list[Instruction]]
 """The forwards and backwards of each rank."""
 
 Order = Callable[[Task], Iterable[Iterable[Instruction]]]
-Ahead = Callable[[int, int, int, int], tuple[int, ...]]
+Ahead = Callable[[int, int, int, int], Indices]
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,15 +111,14 @@ class Schedule:
         Raises:
             ScheduleError: the shape is not supported; the message names the nearest supported one.
         """
-        for option in sorted(shape.options):
+        for option, value in sorted(shape.options.items()):
             look_up(option, self.options, f"{self.name} has no option", ScheduleError)
+            if value < 0:
+                raise ScheduleError(f"{self.name}: {option}: expected a whole number of at least 0, got {value!r}")
         if shape.num_chunks > 1 and not self.chunks:
             raise ScheduleError(
                 f"{self.name} has one stage per rank, got {shape.num_chunks} chunks; use interleaved or breadth-first"
             )
-        for option, value in shape.options.items():
-            if value < 0:
-                raise ScheduleError(f"{self.name}: {option}: expected a whole number of at least 0, got {value!r}")
         if self.check:
             self.check(shape)
         header = shape.header(self.name, self.layout, self.weights, self.spills)

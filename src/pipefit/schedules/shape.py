@@ -7,26 +7,11 @@ from itertools import count as count_from
 import msgspec
 
 from pipefit.errors import ScheduleError, check_figures
-from pipefit.ir.instruction import Indices
+from pipefit.ir.instruction import Groups, Indices
 from pipefit.ir.program import MOST_STAGES, Header, WeightRule
 from pipefit.ir.spill import Spill
 from pipefit.spec.arguments import check_fields
 from pipefit.spec.plan import Shard
-
-_OF_HEADER = (
-    "num_microbatches",
-    "num_steps",
-    "ties",
-    "clip",
-    "commit",
-    "shard",
-    "shard_slots",
-    "tensor",
-    "pieces",
-    "frozen",
-    "shares",
-)
-"""The fields that a header has as well."""
 
 
 class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -61,10 +46,10 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     num_chunks: int = 1
     num_steps: int = 1
     replicas: Indices = ()
-    placement: tuple[Indices, ...] = ()
+    placement: Groups = ()
     recompute: Indices | None = ()
     inside: dict[int, str] = {}
-    ties: tuple[Indices, ...] = ()
+    ties: Groups = ()
     clip: bool = False
     commit: bool = False
     shard: Shard = "none"
@@ -100,8 +85,9 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         spill = self.spill
         if spill is None and spills:
             spill = Spill.of(num_stages)
-        own = {name: getattr(self, name) for name in _OF_HEADER}
-        header = Header(schedule, placement, weights=weights, updates=tuple(updates), spill=spill, **own)
+        own = {name: getattr(self, name) for name in Header.__struct_fields__ if hasattr(self, name)}
+        own |= {"placement": placement, "spill": spill}
+        header = Header(schedule, weights=weights, updates=tuple(updates), **own)
         self._refuse_replicas_without_work(header, max(copies))
         self._refuse_updates_that_differ(header)
         return header
@@ -147,7 +133,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
                 )
 
 
-def placement_of(depth: int, num_chunks: int, layout: str, replicas: Indices = ()) -> tuple[Indices, ...]:
+def placement_of(depth: int, num_chunks: int, layout: str, replicas: Indices = ()) -> Groups:
     """The ranks of each stage.
 
     Layouts: "loop" (stage s on position s mod p; linear when there is one chunk), "wave" (down and up again, a V for

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
-from pipefit.ir.instruction import bwd, forward_backward, fwd
+from pipefit.schedules.looped import stage_by_stage
 from pipefit.schedules.registry import Orders, Task, schedule
 
 
@@ -18,20 +16,8 @@ def _spilled(task: Task) -> Orders:
 
     F forward, B backward with its replay, S step, f fetch, e evict, each with its stage, digits after the point
     micro-batches; drawn for two slots, and weights only. A stage is fetched once for the forwards of all micro-batches
-    and once for their backwards, so the bytes moved do not grow with their number; at the turn the stage stays.
+    and once for their backwards, so the bytes moved do not grow with their number; at the turn the stage stays, and
+    each backward follows its own forward: one micro-batch of activations, and nothing to replay.
     Source: Nagrecha and Kumar, Hydra (VLDB 2022) §4.
     """
-    turn = task.num_stages - 1
-    for rank in range(task.num_ranks):
-        stages = task.stages_of(rank)
-        order = []
-        backwards = []
-        for stage in stages:
-            mbs = task.microbatches_of(stage, rank)
-            if stage == turn:
-                # Each backward follows its own forward: one micro-batch of activations, and nothing to replay.
-                order += forward_backward(stage, mbs)
-            else:
-                order += [fwd(stage, mb) for mb in mbs]
-                backwards.append([bwd(stage, mb) for mb in mbs])
-        yield [*order, *chain.from_iterable(reversed(backwards))]
+    return stage_by_stage(task, turns=True)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
-from pipefit.site.site_frame import page
-from pipefit.spec.assets import asset
+from pipefit.spec.assets import asset, rendered
 
 Draw = Callable[[list[str], Path], None]
 """Writes the drawing of a command, its words after `pipefit` without -o, into a file."""
@@ -49,5 +48,7 @@ def course_pages(folder: Path, draw: Draw) -> dict[str, str]:
             draw(words.split(), folder / target)
         text = _DRAWING.sub(_FRAME, text.partition("\n## More")[0])
         text = _ELSEWHERE.sub(r"\1", text)
-        pages[f"{name}html"] = page("Course", markdown.render(text), script=asset("pipefit.site", "frames.js"))
+        body = markdown.render(text)
+        script = asset("pipefit.site", "frames.js")
+        pages[f"{name}html"] = rendered("pipefit.site", "shell.html.j2", title="Course", body=body, script=script)
     return pages

@@ -16,7 +16,6 @@ from pipefit.reproduce.run_scores import published_runs
 from pipefit.run.observer import Say
 from pipefit.site.course_pages import Draw, course_pages
 from pipefit.site.plan_grid import plan_grid
-from pipefit.site.site_frame import page
 from pipefit.spec.assets import asset, rendered
 from pipefit.spec.files import write_atomically
 
@@ -61,13 +60,13 @@ def _plan(site: Site) -> None:
 def plan_page(grid: object) -> str:
     """The page of plans, from `plan_grid`."""
     data = msgspec.json.encode(grid).decode().replace("</", "<\\/")
-    return page("Plans", asset(_SITE, "plan.html"), script=f"const grid = {data};\n{asset(_SITE, 'plan.js')}")
+    script = f"const grid = {data};\n{asset(_SITE, 'plan.js')}"
+    return rendered(_SITE, "shell.html.j2", title="Plans", body=asset(_SITE, "plan.html"), script=script)
 
 
 def _runs(site: Site) -> None:
     found = published_runs(site.say)
-    body = rendered(_SITE, "runs.html.j2", svg=found.svg(), table=found.text)
-    site.write("runs.html", page("Published runs", body))
+    site.write("runs.html", rendered(_SITE, "runs.html.j2", svg=found.svg(), table=found.text))
 
 
 def _lectures(site: Site) -> None:
@@ -92,4 +91,4 @@ MAKERS: Mapping[str, Callable[[Site], None]] = {
 
 def first_page(names: Sequence[str]) -> str:
     """The first page: a link to each of these pages."""
-    return page("pipefit", rendered(_SITE, "first.html.j2", names=names))
+    return rendered(_SITE, "first.html.j2", names=names)

@@ -99,12 +99,11 @@ def _decorate_methods(owner: type, apart: Sequence[str]) -> None:
 def _check(name: str, value: Any, hint: Any, place: Any) -> None:
     """Checks an argument, or each of those that come by position or by name without a parameter of their own."""
     if place is inspect.Parameter.VAR_KEYWORD:
+        hints = dict.fromkeys(value, hint)
         if get_origin(hint) is Unpack:
-            known = get_type_hints(get_args(hint)[0])
-        else:
-            known = {}
+            hints = get_type_hints(get_args(hint)[0])
         for key, each in value.items():
-            check_value(key, each, known.get(key, Any) if known else hint)
+            check_value(key, each, hints.get(key, Any))
     elif place is inspect.Parameter.VAR_POSITIONAL:
         for each in value:
             check_value(name, each, hint)
@@ -160,23 +159,12 @@ def shown_value(value: object) -> str:
     return f"an object of type {type(value).__name__}"
 
 
-@functools.lru_cache(maxsize=4096)
-def _cached(hint: Any) -> Kind:
-    return _made(hint)
-
-
-def kind_of(hint: Any) -> Kind:
-    """The values that an annotation allows; what it does not know allows any."""
-    try:
-        return _cached(hint)
-    except TypeError:  # an annotation that cannot be hashed
-        return _made(hint)
-
-
 _ANY = Kind(lambda value: True, "anything")
 
 
-def _made(hint: Any) -> Kind:
+@functools.lru_cache(maxsize=4096)
+def kind_of(hint: Any) -> Kind:
+    """The values that an annotation allows; what it does not know allows any."""
     origin = get_origin(hint)
     parts = get_args(hint)
     if origin is Annotated:

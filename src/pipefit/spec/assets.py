@@ -15,10 +15,19 @@ def asset(package: str, name: str) -> str:
 
 
 def rendered(package: str, name: str, /, **content: object) -> str:
-    """A template of a package, filled; texts are escaped, and a name without content is an error."""
-    # Only pages need a template engine, whose import takes time.
-    from jinja2 import Environment, StrictUndefined
+    """A template of a package, filled; texts are escaped, and a name without content is an error.
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    Pages extend "pipefit.spec/frame.html.j2", which has the colours and the look that they share.
+    """
+    # Only pages need a template engine, whose import takes time.
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FunctionLoader(lambda path: asset(*path.split("/"))),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters |= {"seconds": format_seconds, "bytes": format_bytes}
-    return environment.from_string(asset(package, name)).render(content)
+    return environment.get_template(f"{package}/{name}").render(content)

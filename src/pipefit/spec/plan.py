@@ -13,6 +13,9 @@ from pipefit.errors import ABOVE_0, PlanError, check_figures
 from pipefit.spec.arguments import Number, check_fields, checked
 from pipefit.spec.files import decode, encode, read_json, write_json
 
+Figures = tuple[float, ...]
+"""Seconds, bytes or another figure of each stage, rank or layer."""
+
 Shard = Literal["none", "optimizer", "gradients", "weights"]
 
 SHARDS: Final[tuple[Shard, ...]] = get_args(Shard)
@@ -198,7 +201,7 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     period_s: float
     minibatch_s: float
     throughput: float
-    peak_bytes: tuple[float, ...]
+    peak_bytes: Figures
     speedup_over_data_parallel: float | None = None
 
 

@@ -7,6 +7,7 @@ from bisect import bisect
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -52,6 +53,7 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         idle_bytes: of the parameters that train, bytes of those that its backward does not reach.
         inner_bytes: bytes of the output inside a stage; None: as many as travel.
         copy_bytes: of the half copies of its weights that a stage makes once for each version of them.
+        replay_s: seconds of its replay from its input; None: those of its forward.
     """
 
     name: str
@@ -79,6 +81,7 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     idle_bytes: float = 0.0
     inner_bytes: float | None = None
     copy_bytes: float = 0.0
+    replay_s: float | None = None
 
     def replaying(self, recompute: str) -> Layer:
         """The layer with the seconds and saved bytes that it has where its backward replays it, or its attention.
@@ -91,10 +94,12 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kept = {"layer": self.input_bytes, "selective": self.selective_bytes}.get(recompute)
         if kept is None or not self.backward_s:
             return self
-        if recompute == "layer":
+        if recompute != "layer":
+            again_s = self.attention_s
+        elif self.replay_s is None:
             again_s = self.forward_s
         else:
-            again_s = self.attention_s
+            again_s = self.replay_s
         made = replace(self, backward_input_s=self.backward_input_s + again_s, saved_bytes=kept)
         if self.first_work_bytes is None or self.backward_work_bytes is None:
             return made
@@ -150,7 +155,7 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _FIXED = ("weight_bytes", "step_s", "step_work_bytes", "idle_bytes", "copy_bytes")
 WORK = ("forward_work_bytes", "bare_work_bytes", "backward_work_bytes", "first_work_bytes")
-_UNKNOWN = ("grad_bytes", "split_s", "half_bytes", "input_bytes", "selective_bytes", "inner_bytes", *WORK)
+_UNKNOWN = ("grad_bytes", "split_s", "half_bytes", "input_bytes", "selective_bytes", "inner_bytes", "replay_s", *WORK)
 """Figures that may be None; where they are given they scale as the others do."""
 
 _SCALED = tuple(name for name in Layer.__struct_fields__ if name not in ("name", "trained_bytes", *_FIXED, *_UNKNOWN))
@@ -379,37 +384,34 @@ def check_finite(of: object, names: Iterable[str], place: str) -> None:
 def _blend(high: Profile, low: Profile | None, share: float, microbatch_size: int) -> Profile:
     """Every figure at `share` of the way from `low` (None: from zero) to `high`; never below zero."""
 
-    def mix(above: float, below: float | None) -> float:
-        below = below or 0.0
-        return max(below + share * (above - below), 0.0)
+    def mixed(above: Layer | Profile, below: Layer | Profile | None, names: Iterable[str]) -> dict[str, Any]:
+        """Some figures of a layer or a profile; those that are not known stay so."""
+        found = {}
+        for name in names:
+            figure = getattr(above, name)
+            if figure is not None:
+                start = getattr(below, name, None) or 0.0
+                found[name] = max(start + share * (figure - start), 0.0)
+        return found
 
-    nothing = Layer("", 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     layers = []
     for index, layer in enumerate(high.layers):
+        other = None
         if low:
             other = low.layers[index]
-        else:
-            other = nothing
-        if other.grad_bytes is None:
-            grad_bytes = other.output_bytes
-        else:
-            grad_bytes = other.grad_bytes
-        other = replace(other, grad_bytes=grad_bytes, half_bytes=other.kept_bytes)
-        known = [name for name in (*_SCALED, *_UNKNOWN) if getattr(layer, name) is not None]
-        figures = {name: mix(getattr(layer, name), getattr(other, name)) for name in known}
-        layers.append(replace(layer, **figures))
-    step_s = None
-    if high.step_s is not None and low is None:
-        step_s = mix(high.step_s, 0.0)
-    elif high.step_s is not None and low is not None and low.step_s is not None:
-        step_s = mix(high.step_s, low.step_s)
+            if other.grad_bytes is None:
+                other = replace(other, grad_bytes=other.output_bytes)
+            other = replace(other, half_bytes=other.kept_bytes)
+        layers.append(replace(layer, **mixed(layer, other, (*_SCALED, *_UNKNOWN))))
+    names = ["loss_s", "loss_work_bytes"]
+    if low is None or low.step_s is not None:
+        names.append("step_s")
+    figures = {"step_s": None} | mixed(high, low, names)
     return replace(
         high,
         microbatch_size=microbatch_size,
         layers=tuple(layers),
-        step_s=step_s,
-        loss_s=mix(high.loss_s, low.loss_s if low else 0.0),
-        loss_work_bytes=mix(high.loss_work_bytes, low.loss_work_bytes if low else 0.0),
         source=f"{high.source}; estimated for this micro-batch size",
         others=(),
+        **figures,
     )

@@ -18,7 +18,11 @@ from typing import Any
 import torch
 
 from pipefit.stage import accelerator
+from pipefit.stage.accelerator import CPU
 from pipefit.stage.moments import Mark
+
+Work = Callable[[], object]
+"""What a copy does."""
 
 
 class Copy:
@@ -33,7 +37,7 @@ class Copy:
     def __init__(self) -> None:
         self.started_s = self.ended_s = 0.0
         self._launched: Future[None] = Future()
-        self._device = torch.device("cpu")
+        self._device = CPU
         self._moments: tuple[Mark, Mark] | None = None
         self.check: Callable[[], None] | None = None
 
@@ -91,7 +95,7 @@ class Copy:
             check()
             self.check = None
 
-    def run(self, work: Callable[[], object], after: Sequence[Copy]) -> None:
+    def run(self, work: Work, after: Sequence[Copy]) -> None:
         """Runs the work on the calling thread, once all copies of `after` have ended."""
 
         def waiting() -> None:
@@ -103,7 +107,7 @@ class Copy:
 
         self._try(waiting)
 
-    def launch(self, work: Callable[[], object], after: Sequence[Copy], stream: Any, computed: Any) -> None:
+    def launch(self, work: Work, after: Sequence[Copy], stream: Any, computed: Any) -> None:
         """Runs the work on the calling thread; a stream makes its copies after those of `after` and after an event."""
 
         def ordered() -> None:
@@ -148,7 +152,7 @@ class Lane:
         if threaded and accelerator.is_accelerator(device):
             self._stream = accelerator.new_stream(device)
 
-    def submit(self, work: Callable[[], object], after: Sequence[Copy] = ()) -> Copy:
+    def submit(self, work: Work, after: Sequence[Copy] = ()) -> Copy:
         """Submits a copy.
 
         On an accelerator it begins once the device has finished all earlier work of the caller's stream. Work launched
@@ -178,7 +182,7 @@ class Lanes:
     """The lanes of one device; several stores may share them.
 
     Args:
-        device: the device of the copies; None: the CPU.
+        device: the device of the copies.
         threaded: whether copies run while the rank computes; else in the caller, which is faster for small ones.
 
     Attributes:
@@ -187,10 +191,9 @@ class Lanes:
         host: the optimizer's steps on the host.
     """
 
-    def __init__(self, device: torch.device | None = None, threaded: bool = True) -> None:
-        device = device or torch.device("cpu")
+    def __init__(self, device: torch.device = CPU, threaded: bool = True) -> None:
         self.read, self.write = Lane("read", device, threaded), Lane("write", device, threaded)
-        self.host = Lane("step", torch.device("cpu"), threaded)
+        self.host = Lane("step", CPU, threaded)
 
     def close(self) -> None:
         """Ends the threads once their submitted work is done."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.errors import ModelError, TierError
+from pipefit.stage.accelerator import CPU
 from pipefit.stage.optimizing import optimizer_like
 from pipefit.stage.record_layout import Layout, absent
 from pipefit.stage.training import MakeOptimizer
@@ -60,7 +61,7 @@ def probe_states(make: MakeOptimizer, parameters: Sequence[Tensor], device: torc
         found = _stepped(make, parameters, torch.device("meta"))
     except Exception:
         try:
-            found = _stepped(make, parameters, torch.device("cpu"))
+            found = _stepped(make, parameters, CPU)
         except Exception as problem:
             raise ModelError(
                 f"this optimizer cannot be spilled: {type(problem).__name__}: {problem}; its step must need nothing "
@@ -117,7 +118,7 @@ def is_zero_at_first(make: MakeOptimizer) -> bool:
         parameters = [nn.Parameter(tensor.clone()) for tensor in start]
         optimizer = make(parameters)
         if from_zeros:
-            for index, key, like in probe_states(make, start, torch.device("cpu")):
+            for index, key, like in probe_states(make, start, CPU):
                 optimizer.state[parameters[index]][key] = torch.zeros_like(like, device="cpu")
         for of_step in gradients:
             for parameter, gradient in zip(parameters, of_step, strict=True):

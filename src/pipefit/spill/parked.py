@@ -13,7 +13,7 @@ from torch import Tensor
 from pipefit.ir.spill import UNDER_WAY
 from pipefit.spill.arena import aligned
 from pipefit.spill.lanes import Copy
-from pipefit.spill.tier_store import TierStore
+from pipefit.spill.tier_store import Sizes, TierStore
 from pipefit.spill.tiers import Key
 from pipefit.stage.record_layout import Field, Layout, name_of
 
@@ -41,7 +41,7 @@ class ParkedTensors:
         self._tier = tier
         self._device = device
         self._is_scratch = is_scratch
-        self._sizes: dict[Key, int] = {}
+        self._sizes: Sizes = {}
         self._waiting: dict[Key, _Waiting] = {}
         self._lent: dict[Key, tuple[_Waiting, list[weakref.ref[Tensor]]]] = {}
         self._count = 0

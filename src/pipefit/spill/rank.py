@@ -21,8 +21,9 @@ from pipefit.spill.optimizer_states import StateRules, is_zero_at_first, numbers
 from pipefit.spill.parked import ParkedTensors
 from pipefit.spill.stage_store import SpilledStore
 from pipefit.spill.tier_file import Commit
-from pipefit.spill.tier_store import TierStore
+from pipefit.spill.tier_store import Sizes, TierStore
 from pipefit.spill.tiers import OPTIM, WEIGHTS, WGRAD, Key
+from pipefit.stage.accelerator import CPU
 from pipefit.stage.materialise import InitialiseLayer, initialise, is_meta, stand_in
 from pipefit.stage.split import NamedLayer, joined
 from pipefit.stage.ties import shared_parameters
@@ -110,7 +111,7 @@ class Spilling:
 
     def __post_init__(self) -> None:
         self.parked = ParkedTensors(self.tier, self.device)
-        self.resident = ParkedTensors(self.tier, torch.device("cpu"), is_scratch=False)
+        self.resident = ParkedTensors(self.tier, CPU, is_scratch=False)
         self.free_slots()
 
     @classmethod
@@ -215,8 +216,8 @@ class Spilling:
             TierError: there is not enough room, or nothing to resume from.
         """
         written = {i.stage for i in program.ranks[rank] if i.op is Op.EVICT and i.kind == Kind.WGRAD}
-        scratch: dict[Key, int] = {}
-        kept: dict[Key, int] = {}
+        scratch: Sizes = {}
+        kept: Sizes = {}
         for stage, store in self.stores.items():
             for kind, size in store.sizes.items():
                 if kind != WGRAD:

@@ -15,10 +15,11 @@ from pipefit.ir.program import Header
 from pipefit.parallel.buckets import GradientBuckets, record_layout
 from pipefit.parallel.weights import Piece, Store
 from pipefit.spill.arena import Arena, Slot, save_places
-from pipefit.spill.lanes import Copy
+from pipefit.spill.lanes import Copy, Work
 from pipefit.spill.optimizer_states import MovedStates, StateRules, probe_states
 from pipefit.spill.tier_store import TierStore
 from pipefit.spill.tiers import OPTIM, WEIGHTS, WGRAD, Key
+from pipefit.stage.accelerator import CPU
 from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.record_layout import Layout, absent
 from pipefit.stage.split import NamedLayer, joined
@@ -90,7 +91,7 @@ class SpilledStore(Store):
         if not header.keeps_states(stage):
             where = device
             if self.on_host:
-                where = torch.device("cpu")
+                where = CPU
                 rules = rules._replace(numbers={})
             specs = [(trained[spec.parameter], spec) for spec in probe_states(training.optimizer, trained, where)]
             moving = [(parameter, spec) for parameter, spec in specs if id(parameter) not in shared]
@@ -301,7 +302,7 @@ class SpilledStore(Store):
         self._slots.pop(WGRAD, None)
         self._adopt_states()
 
-    def step_on_host(self, version: int, work: Callable[[], object] | None) -> Copy:
+    def step_on_host(self, version: int, work: Work | None) -> Copy:
         """Starts a step on the host, from its records of weights and gradients there; both have left the device.
 
         Args:
@@ -393,7 +394,7 @@ class SpilledStore(Store):
         record = self._arena.slot(WGRAD, self._slots[WEIGHTS]).bytes
         self._slots[WGRAD] = self._slots[WEIGHTS]
         view = self.gradients.fields[place].of(record)
-        view.copy_(parameter.grad)
+        view.copy_(parameter.grad.to_dense())
         parameter.grad = view
         self.reached.add(place)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from pipefit.errors import DamageError, TierError
 from pipefit.spill.arena import aligned
-from pipefit.spill.lanes import Copy, Lane, Lanes
+from pipefit.spill.lanes import Copy, Lane, Lanes, Work
 from pipefit.spill.tier_file import Commit, TierFile, Written
 from pipefit.spill.tiers import ALIGNMENT, OPTIM, WEIGHTS, WGRAD, Key
-from pipefit.stage.accelerator import is_accelerator, pin, unpin
+from pipefit.stage.accelerator import CPU, is_accelerator, pin, unpin
 from pipefit.units import format_bytes
 
-Sizes = Mapping[Key, int]
+Sizes = dict[Key, int]
 """Bytes of each record."""
 
 # Weights are read twice in a step, the others once.
@@ -90,7 +90,7 @@ class TierStore:
         folder: str | Path | None = None,
         name: str = "rank-0",
         lanes: Lanes | None = None,
-        device: torch.device | None = None,
+        device: torch.device = CPU,
         shared: bool = False,
         host_bytes: float | None = None,
         run: str = "",
@@ -100,7 +100,7 @@ class TierStore:
         else:
             self.files = TierFile(Path(folder), name, shared, run)
         self._shared, self._host_bytes = shared, host_bytes
-        self._device = device or torch.device("cpu")
+        self._device = device
         self.lanes = lanes or Lanes(self._device)
         self._records: dict[Key, _Record] = {}
         self._pinned: dict[str, Tensor] = {}
@@ -117,7 +117,7 @@ class TierStore:
         return max((record.disk.end for record in list(self._records.values())), default=0)
 
     @property
-    def sizes(self) -> dict[Key, int]:
+    def sizes(self) -> Sizes:
         """Bytes of each record that is committed."""
         return {key: record.disk.num_bytes for key, record in self._records.items() if record.is_committed}
 
@@ -234,15 +234,13 @@ class TierStore:
             work = copy
         return self._start(self.lanes.write, record, version, work)
 
-    def _start(
-        self, lane: Lane, record: _Record, version: int, work: Callable[[], None], after: Sequence[Copy] = ()
-    ) -> Copy:
+    def _start(self, lane: Lane, record: _Record, version: int, work: Work, after: Sequence[Copy] = ()) -> Copy:
         """Starts the work that makes a version of a record."""
         record.requested = version
         record.written = lane.submit(work, after)
         return record.written
 
-    def _saving(self, key: Key, version: int, source: Tensor) -> Callable[[], None]:
+    def _saving(self, key: Key, version: int, source: Tensor) -> Work:
         """The work of writing a version of a record into the file."""
         record, files = self._records[key], self.files
         assert files is not None
@@ -320,7 +318,7 @@ class TierStore:
         assert memory is not None, f"{key} is not in the host's memory"
         return memory
 
-    def step(self, stage: int, version: int, work: Callable[[], None], after: Sequence[Copy] = ()) -> Copy:
+    def step(self, stage: int, version: int, work: Work, after: Sequence[Copy] = ()) -> Copy:
         """Starts a step on the records of a stage, once its gradients are written; it makes `version` of them."""
         weights = self._records[Key(stage, WEIGHTS)]
         gradients = self._records.get(Key(stage, WGRAD))

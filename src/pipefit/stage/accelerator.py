@@ -24,6 +24,8 @@ from torch import Tensor
 from pipefit.errors import PipefitError
 from pipefit.stage.record_layout import is_dense
 
+CPU = torch.device("cpu")
+
 AHEAD_BYTES = 1 << 20
 """Bytes from which a copy to a device has a stream of its own: a smaller one takes less time than its order."""
 _PORTABLE = 1  # cudaHostRegisterPortable

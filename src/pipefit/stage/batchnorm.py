@@ -52,6 +52,21 @@ class Call(NamedTuple):
     counted: bool = True
 
 
+def share_of(module: _BatchNorm, ahead: int) -> float:
+    """The weight of a call in the averages of a batch norm, by its `momentum`.
+
+    Args:
+        module: the batch norm.
+        ahead: calls since the counter of the module was changed, with this one.
+    """
+    if module.momentum is not None:
+        return module.momentum
+    counter = module._buffers.get(COUNTER)
+    if counter is None:
+        return 0.0
+    return 1.0 / (float(counter) + ahead)
+
+
 class RunningAverages:
     """The running averages of a batch norm in a stage, which change once per update.
 
@@ -88,6 +103,11 @@ class RunningAverages:
         self._fresh: list[Call] = []
         self._real: dict[str, Any] = {}
         self.placed: dict[str, Any] = {}
+
+    @property
+    def is_tracking(self) -> bool:
+        """Whether the module changes its averages in training now; its settings may change between two steps."""
+        return self.module.track_running_stats and self.module.running_mean is not None
 
     def begin(self, mean: Tensor, var: Tensor) -> None:
         """Puts copies in the place of the buffers; see `copied`.
@@ -161,7 +181,7 @@ class RunningAverages:
     def forward(self, x: Tensor) -> Tensor:
         """The module's forward in a shorter way, if it is torch's own."""
         module = self.module
-        if not module.training:
+        if not (module.training and self.is_tracking):
             return type(module).forward(module, x)
         module._check_input_dim(x)
         return self.normalise(x, module.weight, module.bias, None, module.eps)
@@ -191,7 +211,7 @@ class RunningAverages:
         if eps <= 0:
             return F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)  # which says what is wrong
         if share is None:
-            now = self.share(len(self._fresh) + 1)
+            now = share_of(self.module, len(self._fresh) + 1)
         else:
             now = share
         if share is not None and self._is_cumulative(share):
@@ -209,19 +229,6 @@ class RunningAverages:
         else:
             counted = float(counter)
         return counted > 0 and share == 1.0 / counted
-
-    def share(self, ahead: int) -> float:
-        """The weight of a call in the averages, by the module's `momentum`.
-
-        Args:
-            ahead: calls since the counter of the module was changed, with this one.
-        """
-        if self.module.momentum is not None:
-            return self.module.momentum
-        counter = self.module._buffers.get(COUNTER)
-        if counter is None:
-            return 0.0
-        return 1.0 / (float(counter) + ahead)
 
     def gathered(self, update: int) -> Tensor | None:
         """The sums of an update so far (4 × channels of all calls; see `sums_of`), which replicas add up."""
@@ -274,7 +281,7 @@ class RunningAverages:
 def adopt(modules: Iterable[nn.Module]) -> list[RunningAverages]:
     """The running averages of the batch norms among some modules, which change only by `update_averages`."""
     norms = [module for module in dict.fromkeys(modules) if isinstance(module, _BatchNorm)]
-    return [RunningAverages(norm) for norm in norms if norm.track_running_stats and norm.running_mean is not None]
+    return [RunningAverages(norm) for norm in norms if norm.running_mean is not None]
 
 
 @contextlib.contextmanager
@@ -282,9 +289,10 @@ def copied(norms: Sequence[RunningAverages], update: int | None) -> Iterator[Non
     """The context of a forward, with copies in the place of running averages.
 
     Args:
-        norms: of the stage.
+        norms: of the stage; those that do not track are left out.
         update: the update that counts the forward; None: a replay.
     """
+    norms = [norm for norm in norms if norm.is_tracking]
     tables: list[dict[str, Any]] = [norm.module._buffers for norm in norms]
     averages = [table[name] for table in tables for name in _AVERAGES]
     copies = torch._foreach_mul(averages, 1) if averages else []  # of all at once
@@ -320,12 +328,7 @@ def normalised(
     if counter is not None:
         counter.add_(1)
     if share is None:
-        share = module.momentum
-    if share is None:
-        if counter is None:
-            share = 0.0
-        else:
-            share = 1.0 / float(counter)
+        share = share_of(module, 0)
     return F.batch_norm(x, module.running_mean, module.running_var, weight, bias, True, share, eps)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipefit.stage.batchnorm import COUNTER, RunningAverages, sums_of
+from pipefit.stage.batchnorm import COUNTER, RunningAverages, share_of, sums_of
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def _kind(norm: RunningAverages, update: int, number: int) -> tuple[object, ...]
         eps = last.eps
         share = last.share
     if share is None:
-        share = norm.share(1)
+        share = share_of(norm.module, 1)
     is_gathered = norm.sums(update, number) is not None
     return float(share), eps, mean.dtype, mean.device, len(seen), is_gathered
 

@@ -25,6 +25,9 @@ from pipefit.stage.split import NamedLayer, called_module
 
 Forward = Callable[..., Any]
 
+Forwards = dict[nn.Module, Forward]
+"""Modules with other forwards, for `replaced_forwards`."""
+
 _MOST_VARIANTS = 64
 """Compiled variants of a kind (shapes, with and without gradients, under autocast), after which it runs as it is."""
 
@@ -74,7 +77,7 @@ def backend_of(choice: bool | str, device: torch.device) -> str | None:
     return name
 
 
-def compiled_forwards(layers: Sequence[NamedLayer], backend: str | None) -> dict[nn.Module, Forward]:
+def compiled_forwards(layers: Sequence[NamedLayer], backend: str | None) -> Forwards:
     """The modules of some layers that are compiled, with their compiled forwards, for `replaced_forwards`.
 
     Of a cut model these are its blocks. A single layer of torch's own stays as it is: it has nothing to fuse.
@@ -84,7 +87,7 @@ def compiled_forwards(layers: Sequence[NamedLayer], backend: str | None) -> dict
     """
     if backend is None:
         return {}
-    found: dict[nn.Module, Forward] = {}
+    found: Forwards = {}
     for layer in layers:
         module = called_module(layer)
         if getattr(getattr(layer.module, "shell", None), "carried", ()):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -82,14 +82,10 @@ def _own(device: torch.device) -> torch.device:
 
 
 @contextmanager
-def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Restores every generator afterwards: Python's, numpy's when it is loaded, torch's on the CPU and `device`."""
+def random_state_kept(device: torch.device = accelerator.CPU) -> Iterator[None]:
+    """Restores every generator afterwards: Python's, numpy's, torch's on the CPU and `device`."""
     python = random.getstate()
-    numpy = sys.modules.get("numpy")
-    if numpy:
-        numpy_state = numpy.random.get_state()
-    else:
-        numpy_state = None
+    numpy = np.random.get_state()
     if accelerator.is_accelerator(device):
         devices = [device]
     else:
@@ -99,8 +95,7 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
             yield
     finally:
         random.setstate(python)
-        if numpy:
-            numpy.random.set_state(numpy_state)
+        np.random.set_state(numpy)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

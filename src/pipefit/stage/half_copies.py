@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipefit.stage.compiler import Forward
+from pipefit.stage.compiler import Forwards
+from pipefit.stage.precision import Half
+from pipefit.stage.split import modules_of
 
 _AT_ONCE = torch.iinfo(torch.int64).max
 """The place in a backward of a node that runs as soon as its gradient is complete."""
@@ -32,18 +34,19 @@ class HalfCopies:
     def __init__(self) -> None:
         self.copies: dict[Tensor, Tensor] = {}
         self._weights: dict[int, Tensor] = {}
-        self.half: torch.dtype | None = None
+        self.half: Half = None
         self._version = 0
-        self.forwards: dict[nn.Module, Forward] = {}
+        self.forwards: Forwards = {}
 
-    def take(self, modules: Iterable[nn.Module], half: torch.dtype, device_type: str) -> None:
-        """Begins to copy the weights of linear layers among some modules, for autocast to a type on a device."""
+    def take(self, layers: Iterable[nn.Module], half: torch.dtype, device_type: str) -> None:
+        """Begins to copy the weights of linear modules in some layers, for autocast to a type on a device."""
         self.half = half
         self._device_type = device_type
-        for module in modules:
-            # A subclass may compute something else; a parametrization is one.
-            if type(module) is nn.Linear and "forward" not in module.__dict__:
-                self.forwards[module] = partial(self._linear, module)
+        for layer in layers:
+            for _, module in modules_of(layer):
+                # A subclass may compute something else; a parametrization is one.
+                if type(module) is nn.Linear and "forward" not in module.__dict__:
+                    self.forwards[module] = partial(self._linear, module)
 
     def at(self, version: int) -> None:
         """Forgets the copies of another version of the weights."""

@@ -17,12 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.errors import ModelError
-from pipefit.stage.split import NamedLayer, joined
+from pipefit.stage.split import NamedLayer, joined, own_tensors
 from pipefit.stage.stage import layer_seed
 
 InitialiseLayer = Callable[[str, nn.Module], None]
 """A model's own function to initialise a layer's weights, its attribute `initialise_layer`: from the prefix of the
 layer's names and its module. With an attribute `is_complete` it sets every weight; else modules draw theirs first."""
+
+Made = dict[Tensor, nn.Parameter]
+"""The replacement of each parameter."""
 
 _INITIALISATION = -1
 
@@ -45,12 +48,7 @@ def can_be_drawn(layers: Sequence[NamedLayer], own: InitialiseLayer | None = Non
         users.update(map(id, layer.module.parameters()))
     if max(users.values(), default=1) > 1:
         return False
-    return all(_reset_of(module) is not None for module in joined(layers).modules() if _has_own(module))
-
-
-def _has_own(module: nn.Module) -> bool:
-    tensors = (*module._parameters.values(), *module._buffers.values())
-    return any(tensor is not None for tensor in tensors)
+    return all(_reset_of(module) is not None for module in joined(layers).modules() if own_tensors(module))
 
 
 def _reset_of(module: nn.Module) -> Callable[[], None] | None:
@@ -61,7 +59,7 @@ def stand_in(
     layers: Sequence[NamedLayer],
     make: Callable[[Tensor], Tensor],
     of: Callable[[Tensor], bool] = lambda t: t.is_meta,
-    made: dict[Tensor, nn.Parameter] | None = None,
+    made: Made | None = None,
 ) -> None:
     """Replaces some parameters and buffers by the results of `make`; shared ones stay shared.
 
@@ -75,8 +73,8 @@ def stand_in(
         made = {}
     for layer in layers:
         for module in layer.module.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                if of(parameter):
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and of(parameter):
                     if parameter not in made:
                         made[parameter] = _like(parameter, make(parameter))
                     setattr(module, name, made[parameter])
@@ -178,7 +176,7 @@ def initialise(layers: Sequence[NamedLayer], seed: int, own: InitialiseLayer | N
         for layer in layers:
             torch.manual_seed(layer_seed(seed, _INITIALISATION, layer.index))
             for name, module in layer.module.named_modules(prefix=layer.prefix):
-                if not _has_own(module) or getattr(own, "is_complete", False):
+                if not own_tensors(module) or getattr(own, "is_complete", False):
                     continue
                 reset = _reset_of(module)
                 if reset is None:
@@ -197,7 +195,7 @@ def materialise(
     device: torch.device,
     own: InitialiseLayer | None = None,
     whole: Sequence[NamedLayer] = (),
-    made: dict[Tensor, nn.Parameter] | None = None,
+    made: Made | None = None,
 ) -> None:
     """Gives layers of the meta device memory and weights.
 
@@ -221,7 +219,7 @@ def give_memory(
     layers: Sequence[NamedLayer],
     device: torch.device,
     whole: Sequence[NamedLayer] = (),
-    made: dict[Tensor, nn.Parameter] | None = None,
+    made: Made | None = None,
 ) -> None:
     """Gives memory to the weights and buffers of layers that are on the meta device.
 

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pipefit.errors import PipefitError
 from pipefit.stage.split import NamedLayer
+from pipefit.stage.training import MakeOptimizer
 
 NAMED = ("named", "named_parameters")
 """Names of the first argument of a function that takes (name, parameter) pairs; any other gets the parameters."""
@@ -64,7 +65,7 @@ class OptimizerMaker:
         """The optimizer of some of the model's parameters."""
         return self.of([(self._names.get(parameter, _UNKNOWN), parameter) for parameter in parameters])
 
-    def like(self, parameters: Sequence[Tensor]) -> Callable[[list[Any]], Optimizer]:
+    def like(self, parameters: Sequence[Tensor]) -> MakeOptimizer:
         """The maker for stand-ins of some parameters."""
         names = [self._names.get(parameter, _UNKNOWN) for parameter in parameters]
         return lambda stand_ins: self.of(list(zip(names, stand_ins, strict=True)))
@@ -104,14 +105,14 @@ class OptimizerMaker:
         return made
 
 
-def optimizer_like(make: Callable[[list[Any]], Optimizer], parameters: Sequence[Tensor]) -> Callable[..., Optimizer]:
+def optimizer_like(make: MakeOptimizer, parameters: Sequence[Tensor]) -> Callable[..., Optimizer]:
     """The maker for stand-ins of some parameters, which get their names where the user's function takes names."""
     if isinstance(make, OptimizerMaker):
         return make.like(parameters)
     return make
 
 
-def optimizer_of(make: Callable[[list[Any]], Optimizer], named: Sequence[tuple[str, Any]]) -> Optimizer:
+def optimizer_of(make: MakeOptimizer, named: Sequence[tuple[str, Any]]) -> Optimizer:
     """The optimizer of some parameters under their names."""
     if isinstance(make, OptimizerMaker):
         return make.of(named)

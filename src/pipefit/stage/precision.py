@@ -19,16 +19,19 @@ from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 from pipefit.spec.options import LARGEST_LOSS_SCALE
 
+Half = torch.dtype | None
+"""The type that autocast computes in; None: no autocast."""
+
 TF32 = "tf32"
 """The precision whose products of float32 are rounded by a GPU; elsewhere it is fp32."""
 
-PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, TF32: None, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS: dict[str, Half] = {"fp32": None, TF32: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The type of a name; None: the model's own."""
 
 _FIRST_SCALE = 2.0**16
 
 
-def half_of(name: str) -> torch.dtype | None:
+def half_of(name: str) -> Half:
     """The half type of a precision by name; None for "fp32" and "tf32".
 
     Raises:
@@ -37,21 +40,26 @@ def half_of(name: str) -> torch.dtype | None:
     return look_up(name, PRECISIONS, "unknown precision")
 
 
-def first_scale(half: torch.dtype | None, scale: float | None) -> float | None:
+def first_scale(half: Half, scale: float | None) -> float | None:
     """The first scale of the loss: the one given, or the usual one for a type that needs it."""
     if scale is None and half is torch.float16:
         return _FIRST_SCALE
     return scale
 
 
-def widened(leaves: Sequence[Tensor], flags: Sequence[bool], half: torch.dtype | None) -> list[Tensor]:
-    """The input from the stage before, as float32 where it carries a gradient."""
-    if half is None:
-        return list(leaves)
-    return [leaf.float() if flag and leaf.dtype == half else leaf for leaf, flag in zip(leaves, flags, strict=True)]
+def in_float32(leaf: Tensor, half: Half) -> Tensor:
+    """A tensor of the half type in float32, any other as it is."""
+    if leaf.dtype == half:
+        return leaf.float()
+    return leaf
 
 
-def narrowed(leaves: Sequence[Tensor], flags: Sequence[bool], half: torch.dtype | None) -> list[Tensor]:
+def widened(leaves: Sequence[Tensor], flags: Sequence[bool], half: Half) -> list[Tensor]:
+    """The input from the stage before, in float32 where it carries a gradient."""
+    return [in_float32(leaf, half) if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
+
+
+def narrowed(leaves: Sequence[Tensor], flags: Sequence[bool], half: Half) -> list[Tensor]:
     """The output for the next stage, in the half type where it carries a gradient.
 
     Masks and tables of positions carry none and stay as they are: the least float32 would become −∞.
@@ -60,13 +68,6 @@ def narrowed(leaves: Sequence[Tensor], flags: Sequence[bool], half: torch.dtype 
         return list(leaves)
     flagged = zip(leaves, flags, strict=True)
     return [leaf.to(half) if flag and leaf.dtype == torch.float32 else leaf for leaf, flag in flagged]
-
-
-def in_float32(leaves: Sequence[Tensor], half: torch.dtype | None) -> list[Tensor]:
-    """The model's output for the loss."""
-    if half is None:
-        return list(leaves)
-    return [leaf.float() if leaf.dtype == half else leaf for leaf in leaves]
 
 
 def scale_versions(program: Program) -> tuple[int, ...]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipefit.errors import ModelError
 from pipefit.spec.plan import Partition
+from pipefit.stage.instead import Instead
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,12 @@ def called_module(layer: NamedLayer) -> nn.Module | None:
 def joined(layers: Iterable[NamedLayer]) -> nn.ModuleList:
     """Some layers as one module: it has each of their modules, parameters and buffers once."""
     return nn.ModuleList(layer.module for layer in layers)
+
+
+def own_tensors(module: nn.Module) -> list[Tensor]:
+    """A module's own parameters and buffers, without those of its children."""
+    every = [*module._parameters.values(), *module._buffers.values()]
+    return [tensor for tensor in every if tensor is not None]
 
 
 def is_sequence(module: nn.Module) -> bool:
@@ -119,7 +127,7 @@ def num_frozen(layers: Sequence[NamedLayer], partition: Partition) -> int:
     """How many stages at the beginning have nothing that steps change: parameters that train, averages of batch norms.
 
     Raises:
-        ModelError: the partition is for another number of layers.
+        ModelError: the partition is for another number of layers, or layers to be copied cannot be.
     """
     _check(layers, partition)
 
@@ -163,11 +171,52 @@ def split(
         if given & set(stages) or owned & tensors.keys():
             # One copy for all stages of the rank, so that ties within the rank survive.
             kept = {key: tensor for key, tensor in tensors.items() if key not in owned}
-            mine = copy.deepcopy(mine, kept)
+            mine = _copied(mine, module, kept)
         given |= set(stages)
         owned |= tensors.keys()
         result.append(mine)
     return result
+
+
+def copying() -> Instead:
+    """The context in which copies of computed tensors are detached; torch itself would refuse to copy them."""
+    return Instead({Tensor.__deepcopy__}, _copied_tensor)
+
+
+def _copied_tensor(func: Callable[..., Tensor], tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    if tensor.is_leaf:
+        return func(tensor, memo)
+    return memo.setdefault(id(tensor), tensor.detach().clone())
+
+
+def _copied(mine: dict[int, list[NamedLayer]], module: nn.Module, kept: dict[int, Any]) -> dict[int, list[NamedLayer]]:
+    """Copies of a rank's layers, whose weights keep their hooks.
+
+    Args:
+        mine: the layers by stage.
+        module: all of them as one.
+        kept: tensors by their ids that are not copied; it then has the copies of the others, too.
+
+    Raises:
+        ModelError: something in them cannot be copied.
+    """
+    try:
+        if any(isinstance(one, torch.jit.ScriptModule) for one in module.modules()):
+            raise TypeError("TorchScript")
+        with copying():
+            made = copy.deepcopy(mine, kept)
+    except Exception as problem:
+        raise ModelError(
+            "in one process, copies of a stage and stages that share weights each get a copy of their layers, but "
+            f"something in these cannot be copied: {type(problem).__name__}: {problem}; give each rank its own process "
+            "(pipefit run), or the object's class a method __deepcopy__"
+        ) from problem
+    for parameter in module.parameters():
+        copied = kept[id(parameter)]
+        if copied is not parameter and parameter.requires_grad:
+            copied._backward_hooks = parameter._backward_hooks
+            copied._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    return made
 
 
 def _check(layers: Sequence[NamedLayer], partition: Partition) -> None:

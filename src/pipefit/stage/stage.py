@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from pipefit.errors import ModelError, is_lost_peer
 from pipefit.stage import batchnorm
 from pipefit.stage.accelerator import generator_of
-from pipefit.stage.compiler import Forward
+from pipefit.stage.compiler import Forwards
 from pipefit.stage.half_copies import HalfCopies
-from pipefit.stage.replay import AttentionCores, replayed_forwards
+from pipefit.stage.precision import Half
+from pipefit.stage.replay import attention_cores, replayed_forwards
 from pipefit.stage.split import NamedLayer, modules_of
 
 
@@ -31,7 +32,7 @@ def layer_seed(seed: int, ordinal: int, layer: int) -> int:
 
 
 @contextlib.contextmanager
-def replaced_forwards(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
+def replaced_forwards(forwards: Forwards) -> Iterator[None]:
     """Modules with other forwards for a while; their hooks stay."""
     before = {module: module.__dict__.get("forward") for module in forwards}
     try:
@@ -80,20 +81,21 @@ class Stage:
         self.device = device
         self.seed = seed
         self.training = True
-        self.half: torch.dtype | None = None
+        self.half: Half = None
         self.halves = HalfCopies()
-        self.compiled: dict[nn.Module, Forward] = {}
+        self.compiled: Forwards = {}
         for layer in self.layers:
             layer.module.to(device)
         modules = (module for layer in self.layers for _, module in modules_of(layer.module))
         self.batchnorms = batchnorm.adopt(modules)
-        self._norm_forwards: dict[nn.Module, Forward] = {}
+        self._norm_forwards: Forwards = {}
         for norm in self.batchnorms:
             if not norm.has_own_forward:
                 self._norm_forwards[norm.module] = norm.forward
-        self._buffers = _other_buffers(self.layers, {norm.module for norm in self.batchnorms})
+        norms = {norm.module for norm in self.batchnorms}
+        self._buffers = [one for one in _places_of_buffers(self.layers) if one[1] not in norms]
         self._is_replicated = False
-        self.replayed: dict[nn.Module, Forward] = {}
+        self.replayed: Forwards = {}
         self._cores: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.is_cut = hasattr(self.layers[0].module, "through")
         self._generator = generator_of(device)
@@ -103,12 +105,11 @@ class Stage:
         """Whether a copy of the batch stands in for it because the model, which was cut, writes into it."""
         return self.is_cut and getattr(self.layers[0].module.shell, "overwrites", False)
 
-    def compute_in(self, half: torch.dtype | None) -> None:
+    def compute_in(self, half: Half) -> None:
         """Sets the type that layers compute in, under autocast; after `compiled`, whose forwards cast their weights."""
         self.half = half
         if half is not None and not self.compiled:
-            modules = [module for layer in self.layers for _, module in modules_of(layer.module)]
-            self.halves.take(modules, half, self.device.type)
+            self.halves.take([layer.module for layer in self.layers], half, self.device.type)
 
     def replay(self, recompute: str, num_layers: int) -> None:
         """Lets the backward replay layers or attention.
@@ -116,13 +117,21 @@ class Stage:
         Args:
             recompute: a kind of `pipefit.spec.plan.RECOMPUTE`; others than "layer" and "selective" change nothing.
             num_layers: of the whole model.
+
+        Raises:
+            ModelError: a layer is TorchScript.
         """
         if recompute == "layer":
             self.replayed = replayed_forwards(self.layers, num_layers)
             for module in self.replayed:
+                if isinstance(module, torch.jit.ScriptModule):
+                    raise ModelError(
+                        f"stage {self.index}: {type(module).__name__} is TorchScript, which cannot be replayed: give "
+                        "it as Python code, or train without recomputation (recompute none)"
+                    )
                 self._not_inplace(module)
         elif recompute == "selective":
-            self._cores = AttentionCores()
+            self._cores = attention_cores()
 
     def _not_inplace(self, module: nn.Module) -> None:
         """Prevents an in-place first operation: the input is kept for a replay."""
@@ -214,7 +223,8 @@ class Stage:
         finally:
             self._generator.set_state(state)
 
-    def replaying(self, version: int) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def replaying(self, version: int) -> Iterator[None]:
         """The context of a backward: forwards that it replays change no running averages.
 
         Args:
@@ -223,20 +233,13 @@ class Stage:
         Raises:
             ModelError: a layer that it replayed changes another buffer.
         """
+        unchanged: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        halved: Forwards = {}
         if self.replayed:
             self.halves.at(version)
-        if self.replayed or self.batchnorms:
-            return self._replaying()
-        return contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def _replaying(self) -> Iterator[None]:
+            unchanged = self._unchanged()
+            halved = self.halves.forwards
         try:
-            unchanged: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            halved: Mapping[nn.Module, Forward] = {}
-            if self.replayed:
-                unchanged = self._unchanged()
-                halved = self.halves.forwards
             with self._norms_copied(None), replaced_forwards(halved), unchanged:
                 yield
         except RuntimeError as problem:
@@ -245,14 +248,12 @@ class Stage:
                 raise self._changes(f"of its layers ({', '.join(names)}, …)") from problem
             raise
 
-    def _norms_copied(self, update: int | None) -> contextlib.AbstractContextManager[None]:
-        """The context in which batch norms change copies of their averages; see `batchnorm.copied`."""
-        if self.training and self.batchnorms:
-            return self._copied(update)
-        return contextlib.nullcontext()
-
     @contextlib.contextmanager
-    def _copied(self, update: int | None) -> Iterator[None]:
+    def _norms_copied(self, update: int | None) -> Iterator[None]:
+        """The context in which batch norms change copies of their averages; see `batchnorm.copied`."""
+        if not self.training:
+            yield
+            return
         with batchnorm.copied(self.batchnorms, update), replaced_forwards(self._norm_forwards):
             yield
 
@@ -315,11 +316,10 @@ class Stage:
 
     def saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers under the user's names that a `state_dict` has."""
-        for layer in self.layers:
-            for path, module in modules_of(layer.module, layer.prefix):
-                for key, buffer in module._buffers.items():
-                    if buffer is not None and key not in module._non_persistent_buffers_set:
-                        yield f"{path}.{key}", buffer
+        for name, module, key in _places_of_buffers(self.layers):
+            buffer = module._buffers[key]
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield name, buffer
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights and buffers under the user's names."""
@@ -350,12 +350,10 @@ def _version(buffer: Tensor | None) -> int | None:
     return buffer._version
 
 
-def _other_buffers(layers: Sequence[NamedLayer], norms: Set[nn.Module]) -> list[tuple[str, nn.Module, str]]:
-    """(name, module, key) of the buffers of some layers that are not a batch norm's."""
-    found = []
+def _places_of_buffers(layers: Sequence[NamedLayer]) -> Iterator[tuple[str, nn.Module, str]]:
+    """(name, module, key) of the buffers of some layers."""
     for layer in layers:
         for path, module in modules_of(layer.module, layer.prefix):
-            if module not in norms:
-                held = [key for key, buffer in module._buffers.items() if buffer is not None]
-                found += [(f"{path}.{key}".removeprefix("."), module, key) for key in held]
-    return found
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield f"{path}.{key}".removeprefix("."), module, key

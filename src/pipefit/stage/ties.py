@@ -13,6 +13,9 @@ from pipefit.spec import Partition
 from pipefit.stage.split import NamedLayer, joined
 from pipefit.stage.training import Tie
 
+Uses = list[tuple[str, nn.Parameter, int]]
+"""A parameter under all its names, with the index of the layer of each name."""
+
 
 def tied_parameters(layers: Sequence[NamedLayer], partition: Partition) -> dict[str, Tie]:
     """Every name of a parameter that several stages train, with the first of its names.
@@ -21,7 +24,7 @@ def tied_parameters(layers: Sequence[NamedLayer], partition: Partition) -> dict[
     """
     stage_of = partition.stage_of
     ties: dict[str, Tie] = {}
-    for found in _named_at(layers):
+    for found in _trained_at(layers):
         stages = {stage_of[layer] for _, _, layer in found}
         if len(stages) > 1:
             owner, parameter, layer = found[0]
@@ -45,7 +48,7 @@ def shared_parameters(stages: Mapping[int, Sequence[NamedLayer]], ties: Mapping[
 
 def tied_layers(layers: Sequence[NamedLayer]) -> tuple[tuple[int, ...], ...]:
     """Groups of layers that train a weight together."""
-    groups = {tuple(sorted({layer for _, _, layer in found})) for found in _named_at(layers)}
+    groups = {tuple(sorted({layer for _, _, layer in found})) for found in _trained_at(layers)}
     return tuple(sorted(group for group in groups if len(group) > 1))
 
 
@@ -59,7 +62,7 @@ def tied_groups(layers: Sequence[NamedLayer], partition: Partition) -> tuple[tup
     """
     stage_of = partition.stage_of
     _refuse_shared_batchnorm(layers, stage_of)
-    users = [{stage_of[layer] for _, _, layer in found} for found in _named_at(layers)]
+    users = [{stage_of[layer] for _, _, layer in found} for found in _trained_at(layers)]
     groups: list[set[int]] = []
     for stages in (stages for stages in users if len(stages) > 1):
         touching = [group for group in groups if group & stages]
@@ -80,11 +83,15 @@ def _refuse_shared_batchnorm(layers: Sequence[NamedLayer], stage_of: dict[int, i
                 )
 
 
-def _named_at(layers: Sequence[NamedLayer]) -> list[list[tuple[str, nn.Parameter, int]]]:
-    """Each trained parameter under all its names, with the index of the layer of that name."""
-    names: dict[int, list[tuple[str, nn.Parameter, int]]] = {}
+def named_at(layers: Sequence[NamedLayer]) -> list[Uses]:
+    """The uses of each parameter."""
+    names: dict[int, Uses] = {}
     for layer in layers:
         for name, parameter in layer.module.named_parameters(prefix=layer.prefix):
-            if parameter.requires_grad:
-                names.setdefault(id(parameter), []).append((name, parameter, layer.index))
+            names.setdefault(id(parameter), []).append((name, parameter, layer.index))
     return list(names.values())
+
+
+def _trained_at(layers: Sequence[NamedLayer]) -> list[Uses]:
+    """The uses of each parameter that trains."""
+    return [found for found in named_at(layers) if found[0][1].requires_grad]

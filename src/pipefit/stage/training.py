@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipefit.errors import ModelError
+from pipefit.stage.precision import Half
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
@@ -41,7 +42,7 @@ class Training:
     scheduler: MakeScheduler | None = None
     clip_norm: float | None = None
     seed: int = 0
-    half: torch.dtype | None = None
+    half: Half = None
     loss_scale: float | None = None
     compiler: str | None = None
     nonfinite: str = "stop"

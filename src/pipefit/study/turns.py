@@ -12,7 +12,7 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Program
 from pipefit.ir.spill import Spill
-from pipefit.ir.values import Value, makes, needs
+from pipefit.ir.values import MAKES, NEEDS, Value
 from pipefit.schedules import Shape, find
 from pipefit.verify import verify
 
@@ -114,8 +114,8 @@ def _crossing(program: Program, turns: _Parts) -> _Parts:
     made = []
     needed = []
     for turn in turns:
-        own = {value for i in turn for value in makes(i, program, 0)}
-        used = [value for i in turn for value in needs(i, program, 0)]
+        own = {value for i in turn for value in MAKES[i.op](i, program, 0)}
+        used = [value for i in turn for value in NEEDS[i.op](i, program, 0)]
         made.append(own)
         needed.append(dict.fromkeys(value for value in used if value.kind in _CROSSING and value not in own))
     result = []

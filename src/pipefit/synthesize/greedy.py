@@ -10,6 +10,7 @@ from itertools import product
 from operator import mul
 from random import Random
 
+from pipefit.spec.plan import Figures
 from pipefit.synthesize.order_problem import BACKWARD, FORWARD, INPUT, WEIGHT, Order, OrderProblem
 
 Timed = list[tuple[float, int]]
@@ -29,7 +30,7 @@ class Policy:
     """
 
     eager: tuple[bool, ...]
-    room: tuple[float, ...]
+    room: Figures
     group: int
     patience: float
 
@@ -90,9 +91,10 @@ def listed(problem: OrderProblem, policy: Policy) -> Order | None:
             found = sorted(later)[:1]
         for event in found:
             heapq.heappush(events, event)
-    if board.is_full():
-        return board.order
-    return None
+    kinds = 2 + problem.split
+    if sum(map(len, board.order)) < kinds * board.count * problem.num_microbatches:
+        return None
+    return board.order
 
 
 class _Board:
@@ -120,14 +122,6 @@ class _Board:
         self.order: Order = [[] for _ in range(ranks)]
         self.size = list(map(problem.size_of, range(count)))
         self.feeds = {source: step for step, (source, _) in enumerate(problem.feeds[: 2 * count])}
-
-    def is_full(self) -> bool:
-        """Returns whether all steps are done."""
-        stages = range(self.count)
-        firsts = self.done[: 2 * self.count]
-        if min(firsts) < self.problem.num_microbatches:
-            return False
-        return not any(map(self.pending, stages))
 
     def pending(self, stage: int) -> int:
         """Second halves of a stage still to do."""

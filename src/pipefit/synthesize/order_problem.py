@@ -14,11 +14,12 @@ from operator import sub
 from typing import Final
 
 from pipefit.cost.model import CostModel
-from pipefit.ir.instruction import Indices, Instruction
+from pipefit.ir.instruction import Groups, Indices, Instruction
 from pipefit.ir.liveness import device_peak_bytes, peak_inflight
 from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Header, Program
 from pipefit.ir.values import Value
+from pipefit.spec.plan import Figures
 
 FORWARD, INPUT, WEIGHT, BACKWARD = range(4)
 """The kinds of steps; the first three are in the order in which a micro-batch takes them."""
@@ -40,8 +41,8 @@ class Limit:
         capacity_bytes: the most bytes of all values held.
     """
 
-    in_flight: tuple[float, ...] | None = None
-    capacity_bytes: tuple[float, ...] | None = None
+    in_flight: Figures | None = None
+    capacity_bytes: Figures | None = None
 
     def keeps(self, program: Program, cost: CostModel) -> bool:
         """Returns whether a program respects the limit, by the liveness of its values."""
@@ -73,12 +74,12 @@ class OrderProblem:
     """
 
     header: Header
-    seconds: tuple[float, ...]
+    seconds: Figures
     feeds: tuple[tuple[int, float], ...]
-    closing_s: tuple[float, ...]
-    takes: tuple[float, ...]
-    halves: tuple[float, ...]
-    room: tuple[float, ...]
+    closing_s: Figures
+    takes: Figures
+    halves: Figures
+    room: Figures
     split: bool
 
     @classmethod
@@ -150,7 +151,7 @@ class OrderProblem:
         return self.header.num_microbatches
 
     @cached_property
-    def stages(self) -> tuple[Indices, ...]:
+    def stages(self) -> Groups:
         """The stages of each rank."""
         header = self.header
         return tuple(map(header.stages_of, range(header.num_ranks)))

@@ -14,7 +14,7 @@ from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.values import Value
 from pipefit.schedules import Schedule, Shape, find, names
-from pipefit.schedules.written import layout_of, written
+from pipefit.schedules.written import written
 from pipefit.simulate import simulate
 from pipefit.synthesize.bound import bound_s
 from pipefit.synthesize.order_problem import BACKWARD, INPUT, WEIGHT, Limit, Order, OrderProblem
@@ -110,8 +110,6 @@ def synthesize(
     """
     if candidates < 1 or not seconds > 0:
         raise PipefitError(f"expected at least one candidate and more than 0 seconds, got {candidates} and {seconds}")
-    if layout_of(header.placement) is None:
-        raise ScheduleError("expected one rank per stage, in a loop or a wave; copies of a pipeline follow one order")
     cost = cost or unit(header, 1, 2)
     counts = capacities = None
     if in_flight is not None:

@@ -100,7 +100,8 @@ def _message_waited_for(timeline: Timeline, event: Event) -> Wait:
     sides = _sides(timeline, event)
     if "no_rendezvous" in timeline.notes:
         # The message had started before its receive was posted, unless the receive came last.
-        sides = [side for side in sides if not _is_early_receive(timeline, side)] or sides
+        late = [side for side in sides if timeline.instruction(side).op is not Op.RECV or side.start_s >= side.end_s]
+        sides = late or sides
     last = max(sides, key=lambda side: (_ready_s(timeline, side), side is event))
     ready = _ready_s(timeline, last)
     ahead = _ahead_on_lane(timeline, event, ready)
@@ -120,10 +121,6 @@ def _message_waited_for(timeline: Timeline, event: Event) -> Wait:
 
 
 _SIDES = {Op.SEND: "sender", Op.RECV: "receiver"}
-
-
-def _is_early_receive(timeline: Timeline, side: Event) -> bool:
-    return timeline.instruction(side).op is Op.RECV and side.start_s < side.end_s
 
 
 def _ready_s(timeline: Timeline, side: Event) -> float:

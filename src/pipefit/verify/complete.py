@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from itertools import product
 
 from pipefit.ir.instruction import StageAt
-from pipefit.ir.op import BACKWARD_OPS, OP_SPEC, STEP_OPS, WEIGHT_GRADIENT_OPS, WORK_OPS, Kind, Op
+from pipefit.ir.op import BACKWARD_OPS, OP_SPEC, STEP_OPS, WEIGHT_GRADIENT_OPS, WORK_OPS, Op
 from pipefit.ir.program import Header
+from pipefit.ir.values import ACT
 from pipefit.verify.subject import Finding, Findings, Subject
 
 _RULE = "complete"
 _OWNED = [op for op in Op if op in WORK_OPS and "mb" in OP_SPEC[op].fields]
-_TRAVELS = Kind.ACT.value
 _HELD = (Op.STEP, Op.DROP, Op.UNSHARD, Op.FREE, Op.FETCH, Op.EVICT)
 
 
@@ -28,7 +28,7 @@ def ownership(s: Subject) -> Findings:
     for stage, _, number in s.each(*_HELD):
         homes = placement[stage]
         # An activation is on the rank that made it, or on one that it was sent to.
-        is_activation = s.graph.instructions[number].kind == _TRAVELS
+        is_activation = s.graph.instructions[number].kind == ACT
         if is_activation and stage < s.header.last_stage:
             homes += placement[stage + 1]
         if ranks[number] not in homes:
@@ -41,10 +41,8 @@ def complete(s: Subject) -> Findings:
     header = s.header
     split = s.places[Op.BWD_INPUT].keys() | s.places[Op.BWD_WEIGHT].keys()
     for stage in range(header.num_stages):
-        once = _once(header, stage)
         for mb in range(header.total_microbatches):
-            is_split = (stage, mb) in split
-            for op in (*once, *_backward(header, stage, is_split)):
+            for op in _due(header, stage, is_split=(stage, mb) in split):
                 numbers = s.places[op].get((stage, mb), ())
                 if len(numbers) != 1:
                     yield from _not_one(s, op, stage, mb, numbers)
@@ -65,22 +63,18 @@ def complete(s: Subject) -> Findings:
     yield from _accumulated(s)
 
 
-def _once(header: Header, stage: int) -> list[Op]:
-    """The operations of each micro-batch at a stage, its backward apart."""
+def _due(header: Header, stage: int, is_split: bool) -> list[Op]:
+    """The operations of a micro-batch at a stage."""
     due = [Op.FWD]
     if stage in (0, header.last_stage):
         due.append(Op.LOAD)
     if stage == header.last_stage:
         due.append(Op.LOSS)
+    if stage >= header.frozen and is_split:
+        due += (Op.BWD_INPUT, Op.BWD_WEIGHT)
+    elif stage >= header.frozen:
+        due.append(Op.BWD)
     return due
-
-
-def _backward(header: Header, stage: int, is_split: bool) -> tuple[Op, ...]:
-    if stage < header.frozen:
-        return ()
-    if is_split:
-        return (Op.BWD_INPUT, Op.BWD_WEIGHT)
-    return (Op.BWD,)
 
 
 def _not_one(s: Subject, op: Op, stage: int, mb: int, numbers: Sequence[int]) -> Findings:

@@ -39,9 +39,9 @@ def cell(i: Instruction) -> str:
         stage = i.stage if i.stage >= 0 else ""
         return f"{kind}{stage}w{i.version}"
     spec = OP_SPEC[i.op]
-    name = spec.letter or i.op.value
     if "mb" in spec.fields:
-        return f"{name}{i.stage}.{i.mb}"
+        return i.short
+    name = spec.letter or i.op.value
     if "stage" in spec.fields:
         return f"{name}{i.stage}w{i.version}"
     return name

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from pipefit.errors import PipefitError
 from pipefit.ir.liveness import Size, arena_bytes, device_peak_bytes, lies_in_slot, lifetimes, tier_peak_bytes
+from pipefit.spec.plan import Figures
 from pipefit.units import format_bytes
 from pipefit.verify.subject import Finding, Findings, Subject
 
 
-def for_each_rank(name: str, given: float | Sequence[float], num_ranks: int, least: float) -> tuple[float, ...]:
+def for_each_rank(name: str, given: float | Sequence[float], num_ranks: int, least: float) -> Figures:
     """A figure for each rank, from one for all or from as many.
 
     Raises:

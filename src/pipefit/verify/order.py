@@ -6,7 +6,7 @@ from bisect import bisect_left
 
 from pipefit.ir.blocking import Blocking
 from pipefit.ir.op import Op
-from pipefit.ir.values import Value, makes
+from pipefit.ir.values import MAKES, Value
 from pipefit.verify.subject import Findings, Places, Subject
 
 
@@ -14,7 +14,7 @@ def dependencies(s: Subject) -> Findings:
     """Needed values that nothing on the rank makes in time; and replays that come before their forward."""
     made: Places = {}
     if s.graph.missing:
-        made = s.places_of(makes)
+        made = s.places_of(MAKES)
     for number, value in s.graph.missing:
         if _last_gone(s, number, value) is None:
             why = _later_maker(s, made, number, value)

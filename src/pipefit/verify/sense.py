@@ -20,12 +20,11 @@ Problems = Iterator[tuple[str, str]]
 """Violated rules with messages: only the first is reported, so later ones may assume that earlier ones hold."""
 
 
-def set_aside(program: Program) -> tuple[Program, list[list[int]] | None, list[Finding]]:
+def set_aside(program: Program) -> tuple[Program, list[list[int]], list[Finding]]:
     """The program without malformed instructions.
 
     Returns:
-        The other instructions, with as many ranks as the header names; the former index of each (None: nothing was set
-        aside); and the findings.
+        The other instructions, with as many ranks as the header names; the former index of each; and the findings.
     """
     header = program.header
     findings = []
@@ -49,7 +48,7 @@ def set_aside(program: Program) -> tuple[Program, list[list[int]] | None, list[F
         message = f"the program has no rank {rank}; its placement needs {header.num_ranks} ranks"
         findings.append(Finding("ownership", rank, -1, message))
     if not findings:
-        return program, None, findings
+        return program, kept, findings
     ranks: list[list[Instruction]] = [[] for _ in kept]
     for rank, own in enumerate(kept):
         ranks[rank] = [program.ranks[rank][index] for index in own]

@@ -10,15 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pipefit.ir.instruction import Instruction, StageAt, ValueKey
-from pipefit.ir.op import Kind, Op
+from pipefit.ir.op import Op
 from pipefit.ir.program import Header
 from pipefit.ir.spill import SLOTTED
+from pipefit.ir.values import OPTIM, WEIGHTS, WGRAD
 from pipefit.verify.subject import Finding, Findings, Subject
 
-_WEIGHTS = Kind.WEIGHTS.value
-_WGRAD = Kind.WGRAD.value
-_OPTIM = Kind.OPTIM.value
-_NOUN = {_WEIGHTS: "weights", _WGRAD: "gradients", _OPTIM: "optimizer states"}
+_NOUN = {WEIGHTS: "weights", WGRAD: "gradients", OPTIM: "optimizer states"}
 
 
 _Held = tuple[str, int]
@@ -60,9 +58,9 @@ def residency(s: Subject) -> Findings:
         state = _Rank(s.header, s.program.recomputed)
         for stage in s.header.stages_of(rank):
             if s.header.is_spilled(stage):
-                state.tier[_WEIGHTS, stage] = 0
+                state.tier[WEIGHTS, stage] = 0
                 if s.header.is_optim_spilled(stage):
-                    state.tier[_OPTIM, stage] = 0
+                    state.tier[OPTIM, stage] = 0
         for number, i in enumerate(instructions, s.graph.starts[rank]):
             rule = _RULES.get(i.op)
             if rule:
@@ -88,8 +86,8 @@ def _fetch(state: _Rank, i: Instruction) -> Iterator[str]:
     if here is not None:
         yield f"{noun} are already on the device, in slot @{here}"
     yield from _not_free(state, i)
-    weights = state.slot(_WEIGHTS, i.stage)
-    if i.kind == _WGRAD:
+    weights = state.slot(WEIGHTS, i.stage)
+    if i.kind == WGRAD:
         if weights != i.slot:
             place = "nowhere"
             if weights is not None:
@@ -103,8 +101,8 @@ def _fetch(state: _Rank, i: Instruction) -> Iterator[str]:
 def _not_free(state: _Rank, i: Instruction) -> Iterator[str]:
     """The values that the slot of a fetch still holds; weights come with room for their gradients."""
     kinds = [i.kind]
-    if i.kind == _WEIGHTS:
-        kinds.append(_WGRAD)
+    if i.kind == WEIGHTS:
+        kinds.append(WGRAD)
     for kind in kinds:
         for (what, stage), (slot, _) in state.here.items():
             if what == kind and slot == i.slot:
@@ -115,7 +113,7 @@ def _evict(state: _Rank, i: Instruction) -> Iterator[str]:
     if i.kind not in SLOTTED:
         state.parked.add((i.kind, i.stage, i.version))
         return
-    if i.kind == _WEIGHTS:
+    if i.kind == WEIGHTS:
         yield from _left_behind(state, i)
     # The rules of values check that it is here in that version.
     state.here.pop((i.kind, i.stage), None)
@@ -126,15 +124,15 @@ def _drop(state: _Rank, i: Instruction) -> Iterator[str]:
     if not state.header.is_spilled(i.stage):
         return
     yield from _left_behind(state, i)
-    held = state.tier.get((_WEIGHTS, i.stage))
-    was_here = state.here.pop((_WEIGHTS, i.stage), None)
+    held = state.tier.get((WEIGHTS, i.stage))
+    was_here = state.here.pop((WEIGHTS, i.stage), None)
     if was_here and held != i.version:
         yield f"w{i.version} would be lost: stage {i.stage} has stepped since the tier's w{held}; evict it"
 
 
 def _left_behind(state: _Rank, i: Instruction) -> Iterator[str]:
     """Gradients are in the second slot of their weights, and leave before them or with a step."""
-    if (_WGRAD, i.stage) in state.here:
+    if (WGRAD, i.stage) in state.here:
         yield f"the gradients of stage {i.stage} are still in the second slot of these weights: evict them first"
     yield from _kept_views(state, i)
 
@@ -165,28 +163,28 @@ def _backward(state: _Rank, i: Instruction) -> Iterator[str]:
         return
     state.saved.get(i.stage, set()).discard(i.mb)
     update = state.header.update_of(i.stage, i.mb)
-    evicted = state.tier.get((_WGRAD, i.stage))
+    evicted = state.tier.get((WGRAD, i.stage))
     if evicted is not None:
         yield f"half of the sum is on the tier: fetch the gradients of stage {i.stage}, update {evicted}, first"
-    slot = state.slot(_WEIGHTS, i.stage)
+    slot = state.slot(WEIGHTS, i.stage)
     if slot is not None:
-        state.here[_WGRAD, i.stage] = slot, update
+        state.here[WGRAD, i.stage] = slot, update
 
 
 def _step(state: _Rank, i: Instruction) -> Iterator[str]:
     if not state.header.is_spilled(i.stage):
         return
-    state.here.pop((_WGRAD, i.stage), None)
+    state.here.pop((WGRAD, i.stage), None)
     yield from _kept_views(state, i)
-    for kind in (_WEIGHTS, _OPTIM):
+    for kind in (WEIGHTS, OPTIM):
         slot = state.slot(kind, i.stage)
         if slot is not None:
             state.here[kind, i.stage] = slot, i.version + 1
 
 
 def _host_step(state: _Rank, i: Instruction) -> Iterator[str]:
-    held = state.tier.get((_WEIGHTS, i.stage))
-    summed = state.tier.get((_WGRAD, i.stage))
+    held = state.tier.get((WEIGHTS, i.stage))
+    summed = state.tier.get((WGRAD, i.stage))
     if held != i.version:
         yield f"steps from w{i.version} on the host, which holds w{held} of stage {i.stage}"
     if summed != i.version:
@@ -194,10 +192,10 @@ def _host_step(state: _Rank, i: Instruction) -> Iterator[str]:
         if summed is not None:
             there = f"the gradients of update {summed}"
         yield f"needs the gradients of update {i.version} on the host, which holds {there}: evict them first"
-    if (_WEIGHTS, i.stage) in state.here:
+    if (WEIGHTS, i.stage) in state.here:
         yield f"w{i.version} of stage {i.stage} is still on the device, and stale after this: drop it first"
-    state.tier[_WEIGHTS, i.stage] = i.version + 1
-    state.tier.pop((_WGRAD, i.stage), None)
+    state.tier[WEIGHTS, i.stage] = i.version + 1
+    state.tier.pop((WGRAD, i.stage), None)
 
 
 def _at_home(state: _Rank, rank: int) -> Findings:
@@ -207,14 +205,14 @@ def _at_home(state: _Rank, rank: int) -> Findings:
         yield Finding("residency", rank, -1, f"{held}: evict them, or drop them if they are unchanged")
     for (kind, stage), at in sorted(state.tier.items()):
         last = state.header.num_updates(stage)
-        if kind == _WGRAD or at == last or (kind, stage) in state.here:
+        if kind == WGRAD or at == last or (kind, stage) in state.here:
             continue
         message = f"the {_NOUN[kind]} of stage {stage} end as w{at} on the tier, expected w{last}"
         yield Finding("residency", rank, -1, message)
 
 
 def _name(kind: str, at: int) -> str:
-    if kind == _WGRAD:
+    if kind == WGRAD:
         return f"update {at}"
     return f"w{at}"
 

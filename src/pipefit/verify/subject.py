@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from pipefit.ir.graph import Graph, dependency_graph
-from pipefit.ir.instruction import Instruction, StageAt
+from pipefit.ir.instruction import StageAt
 from pipefit.ir.op import Op
 from pipefit.ir.program import Header, Program
-from pipefit.ir.values import Value, consumes
+from pipefit.ir.values import CONSUMES, Value
+from pipefit.ir.values import Rule as ValueRule
 
 Places = dict[tuple[int, Value], list[int]]
 """Numbers of instructions by rank and value."""
 
 ByOperation = dict[Op, defaultdict[StageAt, list[int]]]
-ValuesOf = Callable[[Instruction, Program, int], tuple[Value, ...]]
-"""The values of an instruction of a program on a rank."""
 
 
 class Finding(NamedTuple):
@@ -48,18 +47,18 @@ class Subject:
     Attributes:
         program: without malformed instructions.
         graph: its dependencies.
-        kept: for each of its instructions, the index in the given program (None: the same).
+        kept: for each of its instructions, the index in the given program.
         places: for each operation, the numbers of its instructions by stage and micro-batch, or, where it has none,
             version; a loss is the last stage's, a step on the host is a step.
     """
 
     program: Program
     graph: Graph
-    kept: list[list[int]] | None
+    kept: list[list[int]]
     places: ByOperation
 
     @classmethod
-    def of(cls, program: Program, kept: list[list[int]] | None = None) -> Subject:
+    def of(cls, program: Program, kept: list[list[int]]) -> Subject:
         """The subject of a program."""
         graph = dependency_graph(program)
         places: ByOperation = {op: defaultdict(list) for op in Op}
@@ -86,7 +85,7 @@ class Subject:
     @cached_property
     def gone(self) -> Places:
         """The places at which values were consumed."""
-        return self.places_of(consumes)
+        return self.places_of(CONSUMES)
 
     @property
     def header(self) -> Header:
@@ -96,9 +95,7 @@ class Subject:
     def place(self, number: int) -> tuple[int, int]:
         """The rank of an instruction, and its index in the given program."""
         rank, index = self.graph.place(number)
-        if self.kept is not None:
-            index = self.kept[rank][index]
-        return rank, index
+        return rank, self.kept[rank][index]
 
     def at(self, rule: str, number: int, message: str) -> Finding:
         """A finding about an instruction."""
@@ -110,12 +107,12 @@ class Subject:
         rank, index = self.place(number)
         return f"rank {rank}[{index}] {self.graph.instructions[number]}"
 
-    def places_of(self, values: ValuesOf) -> Places:
+    def places_of(self, rules: Mapping[Op, ValueRule]) -> Places:
         """The instructions that make (or need, or consume) each value, in order, by its rank and the value."""
         found: Places = defaultdict(list)
         for number, i in enumerate(self.graph.instructions):
             rank = self.graph.ranks[number]
-            for value in values(i, self.program, rank):
+            for value in rules[i.op](i, self.program, rank):
                 found[rank, value].append(number)
         return found
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
-from pipefit.ir.instruction import StageAt
+from pipefit.ir.instruction import StageNumbers
 from pipefit.ir.liveness import is_in_place
-from pipefit.ir.op import COMPUTE_OPS, Kind, Op
+from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.ir.program import WeightRule
 from pipefit.ir.versions import required_versions
 from pipefit.verify.subject import Finding, Findings, Subject
@@ -47,8 +47,8 @@ def _used(s: Subject) -> Findings:
 
 def _dropped(s: Subject, rank: int) -> Findings:
     """Checks that each version is dropped after its last use and before the next computation."""
-    last_use: dict[StageAt, int] = {}
-    gone: dict[StageAt, int] = {}
+    last_use: StageNumbers = {}
+    gone: StageNumbers = {}
     newest: dict[int, int] = defaultdict(int)
     busy = []
     for number, i in enumerate(s.program.ranks[rank], s.graph.starts[rank]):
@@ -61,7 +61,7 @@ def _dropped(s: Subject, rank: int) -> Findings:
             last_use[i.stage, i.version] = number
             if i.op is Op.STEP:
                 newest[i.stage] = max(newest[i.stage], i.version + 1)
-        elif i.op is Op.DROP or (i.op is Op.EVICT and i.kind == Kind.WEIGHTS):
+        elif i.op is Op.DROP:
             gone[i.stage, i.version] = number
     next_busy = dict(pairwise(busy))
     for (stage, version), number in gone.items():

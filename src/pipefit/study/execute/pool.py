@@ -46,7 +46,6 @@ class Pool:
             self._context: Any = mp.get_context("fork")
         else:
             self._context = fork_server()
-        if not forked:
             self._context.set_forkserver_preload(["pipefit.pipeline.preload", "pipefit.study.execute.fork_server"])
         self.idle: set[int] = set()
         self.jobs: dict[int, Job] = {}

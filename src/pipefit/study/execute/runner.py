@@ -59,7 +59,8 @@ def take_turn(opened: OpenTrial) -> TimedTurn:
     loss, held_out = _keep(opened, turn, run)
     opened.end_turn()
     end_s = time.monotonic()
-    moved_s = ready_s - start_s + _copies_s(run) + end_s - ran_s
+    copies_s = sum(copy.ended_s - copy.started_s for copy in run.copies.values())
+    moved_s = ready_s - start_s + copies_s + end_s - ran_s
     return TimedTurn(opened.number, -1, step, number, start_s, end_s, loss, held_out, moved_s)
 
 
@@ -184,8 +185,3 @@ def _weights(worker: Worker) -> Iterator[Tensor]:
     for stage, module in worker.stages.items():
         with worker.presence(stage):
             yield from module.state_dict().values()
-
-
-def _copies_s(run: Execution) -> float:
-    """Seconds of a turn's fetches and evictions."""
-    return sum(copy.ended_s - copy.started_s for copy in run.copies.values())

@@ -149,11 +149,8 @@ class StudyRun:
 
     def _unwritten_best(self) -> TrialProgress | None:
         """The best trial of a study that is over, while its weights are on the tier only."""
-        if self.board.is_over:
-            best = self.board.best
-        else:
-            best = None
-        if best is not None and self._state_of(best.number).is_dir():
+        best = self.board.best
+        if best is not None and self.board.is_over and self._state_of(best.number).is_dir():
             return best
         return None
 
