@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipefit.errors import PipefitError, kind_of
 from pipefit.parallel.alike import differences
-from pipefit.parallel.waiting import collective, finish_collectives
+from pipefit.parallel.waiting import collective, finish, finish_collectives
 from pipefit.runtime.session import Session
 
 
