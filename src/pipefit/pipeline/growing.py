@@ -105,7 +105,7 @@ class Growing:
         repairs.say(DOOR, (number, why))
         with session.progress.waiting():
             entry = repairs.door.wait(number)
-        if entry is not None:
+        if entry:
             _certainly(self._admit, entry, state, batch)
 
     def _admit(self, entry: Entry, state: dict[str, Any], batch: Any) -> None:
