@@ -119,13 +119,13 @@ def feed_of(
     shapes = Shapes.of(batch[0] if batch[0] is batch[1] else batch, first_ordinal, before)
     found = []
     signature = ""
-    before = None
+    last = None
     for ordinal, (x, y, weight) in enumerate(zip(inputs, targets, weights, strict=True), first_ordinal):
         sizes = _num_samples(x), _num_samples(y)
-        if sizes != before:
+        if sizes != last:
             # Parts of as many samples have the same shapes.
             signature = f"{mode} {described(x)} {described(y)}"
-        before = sizes
+        last = sizes
         found.append(MicroBatch(x, y, weight / total, ordinal, signature, shapes))
     return found
 
