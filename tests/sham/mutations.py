@@ -138,7 +138,7 @@ MUTATIONS = [
         TWO,
         "the first use of each link and group has blocked the host already",
     ),
-    Mutation("runtime/collectives.py", "            finish(work)\n", "            pass\n", TWO),
+    Mutation("runtime/collectives.py", "            finish_collectives(work)\n", "            pass\n", TWO),
     # copies that the host need not wait for
     Mutation("stage/accelerator.py", "return tensor.pin_memory()", "return tensor", PLAIN),
     Mutation(
