@@ -39,7 +39,7 @@ class Growing:
     """
 
     def __init__(self, pipe: Any) -> None:
-        self._pipe = weakref.proxy(pipe)
+        self._pipe: Any = weakref.proxy(pipe)
         self._whole: Plan = pipe.plan
 
     def _why_not(self) -> str:
