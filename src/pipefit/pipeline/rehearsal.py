@@ -41,7 +41,7 @@ from pipefit.spec import Plan
 from pipefit.spec.options import Updates
 from pipefit.stage.materialise import stand_in
 from pipefit.stage.payload import ONLY_SHAPES, Contract, Structure
-from pipefit.stage.replay import attention_cores
+from pipefit.stage.replay import AttentionCores
 from pipefit.stage.split import named_layers
 from pipefit.stage.stage import Stage
 from pipefit.stage.training import Loss
@@ -136,7 +136,7 @@ def _counted(pipe: Pipeline, process: int, batch: tuple[Any, Any]) -> Rehearsed:
     feed = _feed(pipe, batch, num_steps)
     for optimizer in worker.optimizers.values():
         _make_states(optimizer)
-    with attention_cores(_fused), _without_numbers():
+    with AttentionCores(_fused), _without_numbers():
         contracts = _contracts(pipe, program, feed)
         if isinstance(engine.transports[0], DistributedTransport):
             engine.transports[0].predict(contracts)

@@ -43,7 +43,7 @@ from pipefit.stage.device import random_state_kept
 from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.payload import sent
 from pipefit.stage.precision import Half
-from pipefit.stage.replay import attention_cores, replayed, replayed_module
+from pipefit.stage.replay import AttentionCores, replayed, replayed_module
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.stage import in_mode, replaced_forwards
 from pipefit.stage.training import Loss, checked_loss
@@ -291,14 +291,14 @@ def count_layer(
         return result
 
     counter.take()
-    with counter, saved_storages(seen, persistent), attention_cores(noted):
+    with counter, saved_storages(seen, persistent), AttentionCores(noted):
         output = run(payload)
     forward = counter.take()
     ways = gradients_of(counter, tensors_of(output), inputs, weights)
     selective_bytes = None
     if cores:
         chosen: Storages = {}
-        with saved_storages(chosen, persistent), attention_cores(partial(replayed, preserve_rng_state=False)):
+        with saved_storages(chosen, persistent), AttentionCores(partial(replayed, preserve_rng_state=False)):
             run(payload)
         selective_bytes = bytes_of(chosen.values())
     bare = weighed("", inputs, output, seen.values(), weights)

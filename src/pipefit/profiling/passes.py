@@ -22,7 +22,7 @@ from pipefit.profiling.clock import Clock
 from pipefit.profiling.live_bytes import Growth, LiveBytes
 from pipefit.profiling.tensors import cut_off, describe, graded, map_tensors, parameters_of, tensors_of
 from pipefit.runtime.halves import Saved, input_half, weight_half
-from pipefit.stage.replay import attention_cores
+from pipefit.stage.replay import AttentionCores
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import Loss, checked_loss
 
@@ -119,7 +119,7 @@ class Step:
             marks[-1].append((begin, clock.mark()))
             return output
 
-        with attention_cores(timed):
+        with AttentionCores(timed):
             for layer in self.chain if self.has_cores else ():
                 marks.append([])
                 payload = layer.module(payload)

@@ -18,7 +18,7 @@ from pipefit.spec.profile import Layer
 from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.payload import sent
 from pipefit.stage.precision import narrowed
-from pipefit.stage.replay import attention_cores, replayed_module
+from pipefit.stage.replay import AttentionCores, replayed_module
 from pipefit.stage.split import NamedLayer, joined
 
 Storages = dict[int, Any]
@@ -69,7 +69,7 @@ def survey(chain: Sequence[NamedLayer], payload: Any, halves: HalfCopies | None 
             return core(*args, **kwargs)
 
         given = payload
-        with saved_storages(seen, persistent), attention_cores(counted):
+        with saved_storages(seen, persistent), AttentionCores(counted):
             payload = call_layer(layer.name, layer.module, given)
         learns = any(parameter.requires_grad for parameter in weights)
         copies = halves.of_each(weights)
@@ -83,7 +83,7 @@ def survey(chain: Sequence[NamedLayer], payload: Any, halves: HalfCopies | None 
             made = replace(made, input_bytes=input_bytes)
         if cores:
             chosen = dict(before)
-            with saved_storages(chosen, persistent), attention_cores():
+            with saved_storages(chosen, persistent), AttentionCores():
                 call_layer(layer.name, layer.module, given)
             kept = [storage for key, storage in chosen.items() if key not in before]
             made = replace(made, selective_bytes=bytes_of(kept))

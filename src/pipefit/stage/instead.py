@@ -1,4 +1,4 @@
-"""Functions of torch that are called in another way for a while."""
+"""Functions of torch that are called in another way for a while, in code that is not compiled."""
 
 from __future__ import annotations
 

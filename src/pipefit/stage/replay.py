@@ -12,18 +12,18 @@ Models (2022) §5.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from pipefit.errors import ModelError, PlanError
 from pipefit.stage.compiler import Forward, Forwards, is_one_of_torch
-from pipefit.stage.instead import Instead
 from pipefit.stage.split import NamedLayer, called_module, joined
 
 _CORES: set[Callable[..., Any]] = {F.scaled_dot_product_attention}
@@ -38,13 +38,24 @@ def attention_core(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def attention_cores(around: Callable[..., Any] = replayed) -> Instead:
-    """The context in which `around(core, *args)` is called in place of each core of attention.
+class AttentionCores(TorchFunctionMode):
+    """While it is entered, calls `around(core, *args)` in place of each core of attention.
 
     Args:
         around: by default, the core is replayed in the backward.
     """
-    return Instead(_CORES, around)
+
+    def __init__(self, around: Callable[..., Any] = replayed) -> None:
+        super().__init__()
+        self._around = around
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls a function of torch."""
+        if func in _CORES:
+            return self._around(func, *args, **kwargs or {})
+        return func(*args, **kwargs or {})
 
 
 def replayed_module(layer: NamedLayer, num_layers: int) -> nn.Module | None:

@@ -16,7 +16,7 @@ from pipefit.stage.accelerator import generator_of
 from pipefit.stage.compiler import Forwards
 from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.precision import Half
-from pipefit.stage.replay import attention_cores, replayed_forwards
+from pipefit.stage.replay import AttentionCores, replayed_forwards
 from pipefit.stage.split import NamedLayer, modules_of
 
 
@@ -131,7 +131,7 @@ class Stage:
                     )
                 self._not_inplace(module)
         elif recompute == "selective":
-            self._cores = attention_cores()
+            self._cores = AttentionCores()
 
     def _not_inplace(self, module: nn.Module) -> None:
         """Prevents an in-place first operation: the input is kept for a replay."""
