@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -229,12 +230,13 @@ class TrainingLoop:
         """Runs a program for each update; a loss is read while the next step runs."""
         losses = []
         first = self._state.num_updates
+        door = self._engine.session.door
         pending: _Pass | None = None
         while steps is None or self._state.num_updates - first < steps:
             if self._stop.agreed or self._stop.ended:
                 break
-            newcomer = self._engine.session.door.take()
-            before = self._engine.session.door.growing.saved() if newcomer else {}
+            newcomer = door.take()
+            before = door.growing.saved() if newcomer else {}
             batch = next(batches, None)
             if batch is None:
                 break
@@ -242,7 +244,7 @@ class TrainingLoop:
                 if pending:
                     losses += self._read(pending)
                     pending = None
-                self._engine.session.door.growing.admit(newcomer, before, batch)
+                door.growing.admit(newcomer, before, batch)
             try:
                 started = self.start_step(*pair_of(batch))
             except _RefusedStepError:
@@ -421,11 +423,8 @@ class TrainingLoop:
         return runs
 
     def _saved_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        found: list[tuple[str, torch.Tensor]] = []
-        for worker in self._engine.workers:
-            for stage in worker.stages.values():
-                found += stage.saved_buffers()
-        return found
+        stages = chain.from_iterable(worker.stages.values() for worker in self._engine.workers)
+        return [named for stage in stages for named in stage.saved_buffers()]
 
     def check_repeatable(self) -> None:
         """Refuses to repeat a step whose forwards have changed a buffer: they would change it once more.
