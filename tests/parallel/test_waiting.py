@@ -6,10 +6,13 @@ import weakref
 from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from pipefit.errors import is_lost_peer
 from pipefit.parallel import waiting
 from pipefit.parallel.waiting import LeftError, finish, finish_collectives, leave
+from pipefit.runtime.launch import launch
 
 
 class Work:
@@ -78,3 +81,31 @@ def test_a_wait_without_an_end_is_left_after_a_loss_and_others_are_made(finishin
     # What has ended before a loss can be waited for after it.
     finishing(Work(ended=True))
     never.end.set()
+
+
+def _sum_of_a_late_rank() -> tuple[float, bool]:
+    """The sum over two ranks, and whether the first one has looked for it repeatedly before the second one came."""
+    waiting.can_leave = True
+    waiting._MOMENT = timedelta(milliseconds=1)
+    looks = 0
+    look = waiting._has_ended
+
+    def counted(work) -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            dist.send(torch.zeros(1), 1)
+        return look(work)
+
+    total = torch.tensor([1.0 + dist.get_rank()])
+    if dist.get_rank():
+        dist.recv(torch.zeros(1), 0)
+    else:
+        waiting._has_ended = counted
+    finish_collectives(dist.all_reduce(total, async_op=True))
+    return float(total), looks > 2
+
+
+@pytest.mark.dist
+def test_moments_in_which_a_collective_has_not_ended_do_not_end_it():
+    assert launch(_sum_of_a_late_rank, 2, threads=1, quiet=True) == [(3.0, True), (3.0, False)]

@@ -187,7 +187,7 @@ def test_a_layer_whose_state_is_elsewhere_stays_where_it_is():
     pipe.step(*example(jobs.SAMPLES, 0))
     session = dataclasses.replace(pipe.session)
     with pytest.raises(PipefitError, match="layer 4 cannot move: its Counting has an extra state"):
-        _checked_sources(pipe, session, [], {4})
+        _checked_sources(pipe, session, [], {4}, False)
 
 
 def test_a_buffer_that_neither_a_process_nor_the_memory_has_is_not_made_up():
@@ -197,7 +197,7 @@ def test_a_buffer_that_neither_a_process_nor_the_memory_has_is_not_made_up():
     pipe = jobs.pipeline(model, jobs.plan_of([4, 4], 2), optimizer=jobs.momentum)
     model[4].mask = model[4].mask.to("meta")
     with pytest.raises(PipefitError, match=r"no process that is left has 4\.mask"):
-        _checked_sources(pipe, pipe.session, [Move("4.mask", None, 0)], {4})
+        _checked_sources(pipe, pipe.session, [Move("4.mask", None, 0)], {4}, False)
 
 
 def test_groups_of_an_optimizer_that_cannot_be_joined_are_refused():

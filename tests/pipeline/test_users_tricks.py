@@ -117,13 +117,13 @@ def test_one_of_several_outputs_at_a_border_can_be_frozen(schedule):
         def forward(self, outputs):
             return outputs[0] * outputs[1]
 
-    model = network(TwoHeads(), Joined())
+    model = nn.Sequential(TwoHeads(), Joined(), *network()).double()
     plain = copy.deepcopy(model)
-    pipe = piped(model, stages=[3, 4], schedule=schedule)
+    pipe = piped(model, stages=[1, 6], schedule=schedule)
     optimizer = sgd(plain.parameters())
     for number, (x, y) in enumerate(batches()):
         for one in (model, plain):
-            one[2].other.requires_grad_(number == 0)
+            one[0].other.requires_grad_(number == 0)
         pipe.step(x, y)
         optimizer.zero_grad()
         nn.functional.mse_loss(plain(x), y).backward()

@@ -123,7 +123,7 @@ MUTATIONS = [
     # waits for messages
     Mutation("runtime/distributed.py", "        finish(*receive.works)\n", "", TWO),
     Mutation("runtime/distributed.py", "        finish(*self.works)\n", "        pass\n", TWO),
-    Mutation("runtime/distributed.py", "        finish(*works)\n", "", TWO),
+    Mutation("runtime/distributed.py", "        finish_collectives(*works)\n", "", TWO),
     Mutation(
         "runtime/distributed.py",
         "settle(self.device)  # the sends",
@@ -138,7 +138,16 @@ MUTATIONS = [
         TWO,
         "the first use of each link and group has blocked the host already",
     ),
+<<<<<<< HEAD
     Mutation("runtime/collectives.py", "            finish_collectives(work)\n", "            pass\n", TWO),
+=======
+    Mutation(
+        "runtime/collectives.py",
+        "    _together(session, dist.all_reduce, table)\n",
+        "    start_sum(session, table)\n",
+        TWO,
+    ),
+>>>>>>> next
     # copies that the host need not wait for
     Mutation("stage/accelerator.py", "return tensor.pin_memory()", "return tensor", PLAIN),
     Mutation(

@@ -32,7 +32,7 @@ from pipefit.profiling.clock import half_interquartile_range
 from pipefit.profiling.links import links_of
 from pipefit.run.observer import Say
 from pipefit.run.optimizers import STATE_PER_WEIGHT
-from pipefit.runtime.collectives import gather_rows
+from pipefit.runtime.collectives import exchange
 from pipefit.runtime.malloc import trim
 from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import current
@@ -224,7 +224,7 @@ def _status_bytes(field: str) -> float:
 
 def _of_ranks(value: float) -> list[float]:
     """The number of every rank, on every rank."""
-    return [row[0] for row in gather_rows(current(), [value])]
+    return exchange(current(), value)
 
 
 def _predicted(cell: Cell, task: Task, topology: Topology, runtime: RuntimeCosts) -> tuple[float, float | None] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import logging
 import operator
@@ -108,7 +109,9 @@ def _flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dt
             leaves[place] = fake(leaf)
             shapes[leaves[place]] = dict.fromkeys(range(_num_free(leaf)), Dim.AUTO)
     args, kwargs = pytree.tree_unflatten(leaves, structure)
-    root = _Around(model)
+    _write_buffers(model)
+    rests = _hand_out_tensors(model)
+    root = _apart(model)
     free = shapes.dynamic_shapes(root, args, kwargs)
     drawn = random.getstate()
     try:
@@ -122,7 +125,7 @@ def _flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dt
     if random.getstate() != drawn:
         random.setstate(drawn)
         raise ModelError("it draws from Python's random numbers, which a trace would fix: draw from torch's")
-    return _flow(module, root.rest or program.call_spec.out_spec, root)
+    return _flow(module, rests[0] if rests else program.call_spec.out_spec, root)
 
 
 def _num_free(leaf: Tensor) -> int:
@@ -151,27 +154,23 @@ def _refuse_lost(func: Any, *args: Any, **kwargs: Any) -> None:
 
 
 class _Around(nn.Module):
-    """A module around a model, in which names such as `code` cannot be those of a graph's module.
-
-    Attributes:
-        rest: what the output has besides tensors, where it holds objects that no pytree knows.
-    """
+    """A module around a model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.add_module(_INSIDE, model)
-        self.rest: Rest | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, of which only the tensors are handed out where no pytree knows it."""
-        kept = [(module, dict(module._buffers)) for module in self.modules()]
-        output = getattr(self, _INSIDE)(*args, **kwargs)
-        for module, buffers in kept:
-            _write_buffers(module, buffers)
-        if all(isinstance(leaf, _LEAVES) for leaf in pytree.tree_leaves(output)):
-            return output
-        tensors, self.rest = opened(output)
-        return tensors
+        """The model's output."""
+        return getattr(self, _INSIDE)(*args, **kwargs)
+
+
+def _apart(model: nn.Module) -> nn.Module:
+    """The model, or a module around it if a name in it, such as `code`, is one of a graph's module as well."""
+    names = [*model._parameters, *model._buffers, *model._modules]
+    if any(hasattr(fx.GraphModule, name) for name in names):
+        return _Around(model)
+    return model
 
 
 def _own_name(name: str) -> str:
@@ -179,16 +178,51 @@ def _own_name(name: str) -> str:
     return name.removeprefix(_INSIDE).removeprefix(".")
 
 
-def _write_buffers(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
-    """Writes new buffers of a module into those that it had, since a graph knows only their tensors."""
-    for name, buffer in buffers.items():
-        value = module._buffers.get(name)
-        if buffer is None or value is None or value is buffer:
-            continue
-        if value.requires_grad:
-            raise ModelError(f"its forward gives the buffer {name} a value with a graph: detach it")
-        buffer.copy_(value)
-    module._buffers.update(buffers)
+def _write_buffers(model: nn.Module) -> None:
+    """Lets a forward that replaces buffers write into them at its end, since a graph knows only their tensors."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def writing(*args: Any, **kwargs: Any) -> Any:
+        kept = [(module, dict(module._buffers)) for module in model.modules()]
+        output = forward(*args, **kwargs)
+        written: list[tuple[Tensor, Tensor]] = []
+        for module, buffers in kept:
+            for name, buffer in buffers.items():
+                value = module._buffers.get(name)
+                if buffer is None or value is None or value is buffer:
+                    continue
+                if value.requires_grad:
+                    raise ModelError(f"its forward gives the buffer {name} a value with a graph: detach it")
+                written.append((buffer, value))
+            module._buffers.update(buffers)
+        for buffer, value in written:
+            buffer.copy_(value)
+        return output
+
+    model.__dict__["forward"] = writing
+
+
+def _hand_out_tensors(model: nn.Module) -> list[Rest]:
+    """Lets a model whose output has objects that no pytree knows hand out the tensors in it.
+
+    Returns:
+        Gets the rest of the output, when the forward has run.
+    """
+    forward = model.forward
+    rests: list[Rest] = []
+
+    @functools.wraps(forward)
+    def handing_out(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if all(isinstance(leaf, _LEAVES) for leaf in pytree.tree_leaves(output)):
+            return output
+        tensors, rest = opened(output)
+        rests[:] = [rest]
+        return tensors
+
+    model.__dict__["forward"] = handing_out
+    return rests
 
 
 def _reason(problem: Exception) -> str:

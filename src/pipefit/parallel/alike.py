@@ -140,9 +140,10 @@ def differences(found: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def _who_has(ranks: Sequence[int], value: str) -> str:
+    verb = "have"
     if len(ranks) == 1:
-        return f"{ranks_in_words(ranks)} has {value}"
-    return f"{ranks_in_words(ranks)} have {value}"
+        verb = "has"
+    return f"{ranks_in_words(ranks)} {verb} {value}"
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
@@ -159,8 +160,7 @@ def check(mine: int, line: Tensor, others: int, other: Tensor) -> None:
         DataError: they differ.
     """
     if not torch.equal(line, other):
-        sides = sorted([(mine, _text(line)), (others, _text(other))])
-        (low, one), (high, two) = sides
+        (low, one), (high, two) = sorted([(mine, _text(line)), (others, _text(other))])
         if one == two:
             before = " now, and had others before"
         else:

@@ -145,9 +145,9 @@ class Mesh:
         Raises:
             DataError: two differ in shape, or sequence parallelism cannot split the second dimension.
         """
-        if self.region is not None:
-            compare(Shapes.of(x), self.region.group)
-        if self.region is None or not self.region.sequence:
+        assert self.region is not None
+        compare(Shapes.of(x), self.region.group)
+        if not self.region.sequence:
             return
         for leaf in pytree.tree_leaves(x):
             if leaf.dim() < 2 or leaf.shape[1] % self.tensor:

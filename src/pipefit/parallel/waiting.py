@@ -36,16 +36,26 @@ class LeftError(CommunicationError):
 
 
 def finish(*works: Any) -> None:
-    """Waits for messages, in their order.
+    """Waits for messages, in their order. A thread whose wait was left is not asked again.
 
     Raises:
         RuntimeError: one has failed.
         LeftError: another rank is lost, and the wait has no end.
     """
-    if can_leave:
-        problem = _answer_of(_requests(), works)
-    else:
-        problem = _wait_for(works)
+    if not can_leave:
+        for work in works:
+            work.wait()
+        return
+    began = _calls
+    requests = _requests()
+    answer: SimpleQueue[Exception | None] = SimpleQueue()
+    requests.put((works, answer))
+    while True:
+        with contextlib.suppress(Empty):
+            problem = answer.get(timeout=_MOMENT.total_seconds())
+            break
+        _check(began)
+    _free.put(requests)
     if problem is not None:
         raise problem
 
@@ -92,20 +102,6 @@ def _requests() -> SimpleQueue[Any]:
     requests: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_serve, args=[requests], name="pipefit-waits", daemon=True).start()
     return requests
-
-
-def _answer_of(requests: SimpleQueue[Any], works: Sequence[Any]) -> Exception | None:
-    """Lets a thread wait; returns the problem. A thread whose wait was left is not asked again."""
-    began = _calls
-    answer: SimpleQueue[Exception | None] = SimpleQueue()
-    requests.put((works, answer))
-    while True:
-        with contextlib.suppress(Empty):
-            problem = answer.get(timeout=_MOMENT.total_seconds())
-            break
-        _check(began)
-    _free.put(requests)
-    return problem
 
 
 def _serve(requests: SimpleQueue[Any]) -> None:

@@ -108,11 +108,16 @@ class GivenModel:
         return cls(work, weigh, made.is_proved, loss_scale, initialise, updates, model)
 
     def check_layers(self) -> None:
-        """Checks that a sequence still has the layers of which the pipeline was made.
+        """Checks that gradients are on, and that a sequence still has the layers of which the pipeline was made.
 
         Raises:
-            ModelError: it has others, or hooks of its own.
+            ModelError: they are off, or it has others, or hooks of its own.
         """
+        if not torch.is_grad_enabled():
+            raise ModelError(
+                "training needs gradients, which are switched off here, as by torch.no_grad() or inference_mode(): "
+                "call it outside of such a context"
+            )
         layers = self.work.layers
         if not isinstance(self.model, torch.nn.Module) or hasattr(layers[0].module, "through"):
             return  # the layers are in a list, or the model was cut and its own forward runs

@@ -46,9 +46,9 @@ class PendingLosses:
         stop = engine.session.stop
         self._shapes = runs[0].feed[num_steps * num_microbatches - 1].batch or NO_BATCH
         mark, values = self._shapes.checksum, self._shapes.values
-        extra = (*own, stop.requested, stop.wanted, mark, mark**2, values, values**2, values > 0)
         newcomer = engine.session.door.known
-        extra = (*extra, newcomer, newcomer**2)
+        of_batches = mark, mark**2, values, values**2, values > 0
+        sums = *own, stop.requested, stop.wanted, *of_batches, newcomer, newcomer**2
         # Every micro-batch's loss is known to one rank, and zero on the others: their sum is exact in any order, so the
         # losses of the steps are bitwise the same for every placement of micro-batches.
         self._names = _names(engine, runs)
@@ -61,8 +61,8 @@ class PendingLosses:
             for row, column in zip(figures, columns, strict=True):
                 for mb, value in zip(losses, torch.stack(column).flatten().cpu().tolist(), strict=True):
                     row[mb] = value
-        self._table = torch.tensor([*chain(*figures), *extra], dtype=torch.float64)
-        self._figures = self._table[: -len(extra)].view(len(figures), num_steps, num_microbatches)
+        self._table = torch.tensor([*chain(*figures), *sums], dtype=torch.float64)
+        self._figures = self._table[: -len(sums)].view(len(figures), num_steps, num_microbatches)
         self._means: list[list[float]] = []
         self.extra: list[float] = []
         self._session = engine.session

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from pipefit.ir.op import COMPUTE_OPS, Op
-from pipefit.runtime.collectives import gather_rows
+from pipefit.runtime.collectives import exchange
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan
 from pipefit.stage.accelerator import peak_bytes
@@ -68,7 +68,7 @@ class PipelineReport:
         """Returns the figures of all processes, from those of this one. Every process must call it."""
         if held is None:
             held = math.nan
-        rows = gather_rows(session, [*moved, peak_bytes(device), held, compile_s])
+        rows = exchange(session, [*moved, peak_bytes(device), held, compile_s])
         sent, inside, peak, tensors, compiled = map(list, zip(*rows, strict=True))
         if any(map(math.isnan, tensors)):
             tensors = []

@@ -276,11 +276,6 @@ class TrainingLoop:
     def start(self, num_steps: int, feed: Feed, sizes: Sequence[tuple[int, int]], began: float, x: Any = None) -> _Pass:
         """Checks an input, and runs a program over the micro-batches of some updates; its losses are being sent."""
         self._given.check_layers()
-        if not torch.is_grad_enabled():
-            raise PipefitError(
-                "training needs gradients, which are switched off here, as by torch.no_grad() or inference_mode(): "
-                "call it outside of such a context"
-            )
         first = self._state.num_updates
         runs = self._run(num_steps, feed, x)
         losses = self._committed

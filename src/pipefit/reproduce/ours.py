@@ -163,4 +163,9 @@ def _most(found: Mapping[Any, float]) -> float:
     return max(found.values())
 
 
-_JOINTS = {"falls": partial(_follows, holds=le), "rises": partial(_follows, holds=gt), "best": _best, "most": _most}
+_JOINTS: Mapping[str, Callable[..., Scalar]] = {
+    "falls": partial(_follows, holds=le),
+    "rises": partial(_follows, holds=gt),
+    "best": _best,
+    "most": _most,
+}

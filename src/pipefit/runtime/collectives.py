@@ -16,15 +16,13 @@ from torch import Tensor
 
 from pipefit.errors import PipefitError, kind_of
 from pipefit.parallel.alike import differences
-from pipefit.parallel.waiting import collective, finish, finish_collectives
+from pipefit.parallel.waiting import collective, finish
 from pipefit.runtime.session import Session
 
 
 def exchange(session: Session, data: Any) -> list[Any]:
     """Returns the JSON data of every process, by number."""
-    if not session.is_distributed:
-        return [json.loads(json.dumps(data))]
-    if session.is_rehearsal or session.is_outside:
+    if not session.is_distributed or session.is_rehearsal or session.is_outside:
         return [json.loads(json.dumps(data))] * session.num_ranks
     with session.progress.waiting():
         return exchange_in_group(data, session.group)
@@ -32,8 +30,7 @@ def exchange(session: Session, data: Any) -> list[Any]:
 
 def exchange_in_group(data: Any, group: Any = None) -> list[Any]:
     """Returns the JSON data of every process of a process group, by number; None: the default group."""
-    content = bytearray(json.dumps(data).encode())
-    text = torch.frombuffer(content, dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(json.dumps(data).encode()), dtype=torch.uint8)
     sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
     sizes[dist.get_rank(group)] = len(text)
     collective(dist.all_reduce, sizes, group=group)
@@ -41,23 +38,12 @@ def exchange_in_group(data: Any, group: Any = None) -> list[Any]:
     mine[: len(text)] = text
     parts = [torch.empty_like(mine) for _ in sizes]
     collective(dist.all_gather, parts, mine, group=group)
-    texts = [part[:size].tolist() for part, size in zip(parts, sizes.tolist(), strict=True)]
-    return [json.loads(bytes(found)) for found in texts]
-
-
-def gather_rows(session: Session, row: Sequence[float]) -> list[list[float]]:
-    """Returns the rows of all processes, by number; all have the same number of float64 figures."""
-    table = torch.zeros(session.num_ranks, len(row), dtype=torch.float64)
-    table[session.rank] = torch.tensor(row, dtype=torch.float64)
-    return sum_table(session, table).tolist()
+    return [json.loads(bytes(part[:size].tolist())) for part, size in zip(parts, sizes.tolist(), strict=True)]
 
 
 def sum_table(session: Session, table: Tensor) -> Tensor:
     """Returns the table (any shape, on the CPU) with the sum over all processes, which is written in place."""
-    work = start_sum(session, table)
-    if work is not None:
-        with session.progress.waiting():
-            finish_collectives(work)
+    _together(session, dist.all_reduce, table)
     return table
 
 
@@ -70,9 +56,7 @@ def start_sum(session: Session, table: Tensor) -> Any:
 
 def broadcast(session: Session, tensor: Tensor, source: int) -> Tensor:
     """Returns the tensor with the values of process `source`, written in place."""
-    if session.is_distributed:
-        with session.progress.waiting():
-            collective(dist.broadcast, tensor, source, group=session.group)
+    _together(session, dist.broadcast, tensor, source)
     return tensor
 
 
@@ -99,9 +83,14 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 def meet(session: Session) -> None:
     """Waits until every process is here."""
+    _together(session, dist.barrier)
+
+
+def _together(session: Session, call: Callable[..., Any], *args: Any) -> None:
+    """Makes a collective call of torch among the processes of a run."""
     if session.is_distributed:
         with session.progress.waiting():
-            collective(dist.barrier, group=session.group)
+            collective(call, *args, group=session.group)
 
 
 def attempt(function: Callable[[], Any]) -> dict[str, Any]:
@@ -109,11 +98,9 @@ def attempt(function: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"value": function()}
     except Exception as problem:  # of any kind: the other ranks must get it before this one raises
-        known = isinstance(problem, PipefitError)
-        if known:
+        text = f"{type(problem).__name__}: {problem}"
+        if isinstance(problem, PipefitError):
             text = str(problem)
-        else:
-            text = f"{type(problem).__name__}: {problem}"
         return {"error": text, "kind": type(problem).__name__}
 
 

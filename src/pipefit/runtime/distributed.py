@@ -179,7 +179,7 @@ class DistributedTransport:
         """Starts to send the leaves of a message, or this process's pieces of them."""
         i = instruction
         kind, to = WHOLE_OF.get(i.kind, i.kind), self._peer(i)
-        sent = _Sent(i.stage, i.mb, [], [])
+        sent = _Sent((i.stage, i.mb), [], [])
         if kind == Kind.ACT:
             if (line := self._lines.send(i.mb, to)) is not None:
                 sent.held.append(line[0])
@@ -311,11 +311,11 @@ class DistributedTransport:
         signature = self._feed[int(head[1])].signature
         self._announced[peer, stage, signature] = Contract.from_bytes(text.numpy().tobytes())
 
-    def _release(self, kind: str, stage: int, mb: int) -> None:
+    def _release(self, kind: str, *place: int) -> None:
         """Frees a send whose receiver has answered, and all before it on the same link."""
         for (_, sent_kind), queue in self._open.items():
-            if sent_kind == kind and any((sent.stage, sent.mb) == (stage, mb) for sent in queue):
-                while (sent := queue.popleft()) and (sent.stage, sent.mb) != (stage, mb):
+            if sent_kind == kind and any(sent.place == place for sent in queue):
+                while (sent := queue.popleft()).place != place:
                     sent.finish()
                 for work in sent.works:
                     # It has ended: the answer is made from all that was sent.
@@ -329,8 +329,7 @@ class DistributedTransport:
     def end_sends(self) -> None:
         """Lets go of what was sent: on a GPU once it has left, elsewhere after a wait until it has."""
         for queue in self._open.values():
-            works = [work for sent in queue for work in sent.works]
-            finish(*works)
+            finish(*(work for sent in queue for work in sent.works))
             queue.clear()
 
     def _peer(self, i: Instruction) -> int:
@@ -434,10 +433,9 @@ class DistributedTransport:
 
 
 class _Sent(NamedTuple):
-    """An open send, with everything that must stay alive until it is done."""
+    """An open send of a stage's micro-batch, with everything that must stay alive until it is done."""
 
-    stage: int
-    mb: int
+    place: tuple[int, int]
     works: list[Any]
     held: list[Tensor]
 

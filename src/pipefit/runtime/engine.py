@@ -105,8 +105,9 @@ class Engine:
 
     def check(self, x: Any) -> None:
         """Checks an input before its pass; see `Mesh.check`."""
-        with self.session.progress.waiting():
-            self.mesh.check(x)
+        if self.mesh.region is not None:
+            with self.session.progress.waiting():
+                self.mesh.check(x)
 
     def run(
         self,

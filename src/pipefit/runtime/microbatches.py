@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -118,30 +118,25 @@ def feed_of(
         raise DataError(f"the micro-batches of a batch have weights {weights}; at least one must be more than 0")
     shapes = Shapes.of(batch[0] if batch[0] is batch[1] else batch, first_ordinal, before)
     found = []
-    parts = zip(inputs, targets, weights, _texts_of(inputs), _texts_of(targets), strict=True)
-    for ordinal, (x, y, weight, x_text, y_text) in enumerate(parts, first_ordinal):
-        found.append(MicroBatch(x, y, weight / total, ordinal, f"{mode} {x_text} {y_text}", shapes))
+    signature = ""
+    last = None
+    for ordinal, (x, y, weight) in enumerate(zip(inputs, targets, weights, strict=True), first_ordinal):
+        sizes = _num_samples(x), _num_samples(y)
+        if sizes != last:
+            # Parts of as many samples have the same shapes.
+            signature = f"{mode} {described(x)} {described(y)}"
+        last = sizes
+        found.append(MicroBatch(x, y, weight / total, ordinal, signature, shapes))
     return found
-
-
-def _texts_of(parts: Sequence[Any]) -> Iterator[str]:
-    """The descriptions of the parts of a batch: each is like the one before, or has another number of samples."""
-    size = -1
-    text = ""
-    for part in parts:
-        if _num_samples(part) != size:
-            size = _num_samples(part)
-            text = described(part)
-        yield text
 
 
 def _num_samples(batch: Any) -> int:
     """Samples of the first tensor that has any; 1 where none has."""
     if isinstance(batch, Tensor) and batch.dim():
-        return len(batch)
+        return batch.shape[0]
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim():
-            return len(leaf)
+            return leaf.shape[0]
     return 1
 
 
