@@ -138,16 +138,12 @@ MUTATIONS = [
         TWO,
         "the first use of each link and group has blocked the host already",
     ),
-<<<<<<< HEAD
-    Mutation("runtime/collectives.py", "            finish_collectives(work)\n", "            pass\n", TWO),
-=======
     Mutation(
         "runtime/collectives.py",
         "    _together(session, dist.all_reduce, table)\n",
         "    start_sum(session, table)\n",
         TWO,
     ),
->>>>>>> next
     # copies that the host need not wait for
     Mutation("stage/accelerator.py", "return tensor.pin_memory()", "return tensor", PLAIN),
     Mutation(
