@@ -247,6 +247,7 @@ def all_refused() -> list[list[str]]:
         refused(tensor=2, sequence_parallel=True),
         refused(tensor=2, replicas=(2, 1)),
         refused(tensor=2, layers=empty),
+        refused(tensor=2, optimizer=torch.optim.Adafactor),
     ]
 
 

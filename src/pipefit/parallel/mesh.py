@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError, ModelError, PlanError
@@ -27,6 +27,21 @@ from pipefit.parallel.threads import let_carriers_wait, let_go
 from pipefit.parallel.waiting import collective
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import Owned
+
+_ELEMENTWISE = (
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.Adamax,
+    optim.AdamW,
+    optim.ASGD,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+)
+"""Optimizers of torch that treat every number separately, so that each process can step its part of a weight."""
 
 
 @dataclass
@@ -70,6 +85,21 @@ class Mesh:
             before = [self.region.group]
             self.region.group = _group_of_rank(dist.group.WORLD, self.tensor)
             let_go(before)
+
+    def check_optimizer(self, optimizer: optim.Optimizer) -> None:
+        """Refuses an optimizer that would take this process's part of a weight for a whole one.
+
+        Raises:
+            PlanError: it is not known to treat every number separately.
+        """
+        kind = type(optimizer)
+        if self.region is None or kind in _ELEMENTWISE or getattr(kind, "elementwise", False):
+            return
+        raise PlanError(
+            f"with tensor parallelism an optimizer must treat every number separately, as SGD and AdamW do, and "
+            f"{kind.__name__} is not known to: use another one, or tensor=1; if yours does, say so in its class: "
+            "elementwise = True"
+        )
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """This process's part of a weight, or all of one that is not sharded."""

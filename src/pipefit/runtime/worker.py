@@ -173,6 +173,7 @@ class Worker:
             if owned:
                 named = [(own.saved_name, master) for own, master in zip(owned, store.masters, strict=True)]
                 optimizer = optimizer_of(training.optimizer, named)
+                worker.mesh.check_optimizer(optimizer)
                 worker.optimizers[index] = optimizer
                 store.take_optimizer(optimizer)
                 if training.scheduler:
