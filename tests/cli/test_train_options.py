@@ -10,6 +10,7 @@ from tests.verbs import refused
 from pipefit.cli import main, train
 from pipefit.cli.answer import Answer
 from pipefit.cli.display import Watcher, printable, report
+from pipefit.cli.options import Starts
 from pipefit.cli.train import _remove_if_only_logs
 from pipefit.pipeline.callbacks import Record
 from pipefit.run.config import RunConfig, with_defaults
@@ -36,7 +37,7 @@ def settings(monkeypatch):
 
 def test_without_options_a_run_is_the_default_run(settings):
     assert main(["train"]) == 0
-    starts = {"threads": None, "recover": 0, "min_ranks": None, "grow": False}
+    starts = Starts(threads=None, recover=0, min_ranks=None, grow=False)
     assert settings == [(with_defaults(RunConfig()), "distributed", starts)]
 
 

@@ -1,14 +1,20 @@
 """Ranks with a GPU each and NCCL's rules lose others and go on in the same processes."""
 
 import pytest
+from tests.faults.grown_jobs import MOVED
 from tests.faults.repaired_jobs import COPIES, Fault
-from tests.faults.test_grown_ranks import test_lost_ranks_come_back_while_the_others_train  # noqa: F401  (also on GPUs)
+from tests.faults.test_grown_ranks import test_lost_ranks_come_back_while_the_others_train as come_back
 from tests.faults.test_repaired_ranks import is_same
 from tests.sham.rank_jobs import repaired
 
 from pipefit.runtime.launch import launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.dist]
+
+
+@pytest.mark.parametrize("shape", ["1f1b", MOVED])
+def test_lost_ranks_come_back_while_the_others_train(tmp_path, caplog, shape):
+    come_back(tmp_path, caplog, shape)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,8 @@ class Growing:
             return why
         if self._whole.tensor > 1:
             return f"ranks share layers (tensor={self._whole.tensor})"
+        if self._shares and pipe.device.type != "cpu":
+            return "copies of a stage share its weights on GPUs"
         if self._shares and (pipe.recovery.every != 1 or pipe.loop.callbacks.moving):
             return "copies of a stage share its weights, and not all of each step is copied in memory"
         return why_stay(pipe.layers)

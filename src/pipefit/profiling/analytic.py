@@ -24,7 +24,8 @@ from pipefit.cutting.states import attributes_kept
 from pipefit.errors import ProfileError
 from pipefit.profiling.computed_work import layer_work, loss_work
 from pipefit.profiling.counting import KernelCount, pretended
-from pipefit.profiling.survey import Storages, bytes_of, saved_storages, storage_key, travelling, weighed
+from pipefit.profiling.passes import seed_bytes
+from pipefit.profiling.survey import Storages, begun_by, bytes_of, saved_storages, storage_key, travelling, weighed
 from pipefit.profiling.tensors import (
     Run,
     batch_of,
@@ -106,11 +107,13 @@ def analytic_profile(
         size = microbatch_size
     costs = layer_costs(chain, example_input, device, size, dtype, half, works)
     loss_s = loss_work_bytes = 0.0
+    seeds = None
     if loss:
         output = costs[-1].output
         goal = _form(target, dtype, batch, size)
         with random_state_kept(), attributes_kept((), loss), pretended(), torch.enable_grad():
             loss_s = _loss_s(loss, output, goal, device)
+            seeds = seed_bytes(loss, like(output), like(goal))
             if works:
                 loss_work_bytes = loss_work(loss, like(output), like(goal))
     bandwidth = device.memory_bandwidth_bytes_per_s
@@ -118,10 +121,11 @@ def analytic_profile(
     if bandwidth:
         trained = sum(map(torch.numel, graded(parameters_of(chain))))
         optimizer_s = _ADAM_BYTES * trained / bandwidth
+    *placed, last = (_placed(layer, cost, len(chain), half) for layer, cost in zip(chain, costs, strict=True))
     return Profile(
         model=model,
         microbatch_size=size,
-        layers=tuple(_placed(layer, cost, len(chain), half) for layer, cost in zip(chain, costs, strict=True)),
+        layers=(*placed, begun_by(last, seeds)),
         device=f"computed: {device.flops:.4g} FLOP/s at {device.efficiency:.0%}, {bandwidth:.4g} bytes/s",
         source=f"computed from FLOP and bytes of each operation; torch {torch.__version__}",
         loss_s=loss_s,

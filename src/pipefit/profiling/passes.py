@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipefit.errors import ModelError
 from pipefit.profiling.clock import Clock
 from pipefit.profiling.live_bytes import Growth, LiveBytes
-from pipefit.profiling.tensors import cut_off, describe, graded, map_tensors, parameters_of, tensors_of
+from pipefit.profiling.tensors import cut_off, describe, graded, map_tensors, num_bytes, parameters_of, tensors_of
 from pipefit.runtime.halves import Saved, input_half, weight_half
 from pipefit.stage.replay import AttentionCores
 from pipefit.stage.split import NamedLayer
@@ -62,6 +62,17 @@ class Work(NamedTuple):
         }
 
 
+def seed_bytes(loss: Loss, output: Any, target: Any) -> float:
+    """Bytes of the gradients with which a backward begins: a loss gives none to outputs that it does not use."""
+    given = map_tensors(cut_off, output)
+    value, _ = checked_loss(loss(given, target))
+    leaves = graded(tensors_of(given))
+    if not (leaves and value.requires_grad):
+        return 0
+    grads = torch.autograd.grad(value, leaves, allow_unused=True)
+    return num_bytes(grad for grad in grads if grad is not None)
+
+
 @dataclass(frozen=True)
 class Step:
     """One micro-batch through the whole model; gradients add up in `.grad`, as after the first micro-batch."""
@@ -100,6 +111,15 @@ class Step:
             for parameter in parameters_of(self.chain):
                 parameter.grad = None
             return Work(bare, grown.marked(), grown.marked())
+
+    def seed_bytes(self) -> float | None:
+        """Bytes of the gradients with which the backward begins; None: those of the whole output."""
+        if self.loss is None:
+            return None
+        payload = self.payload
+        for layer in self.chain:
+            payload = layer.module(payload)
+        return seed_bytes(self.loss, payload, self.target)
 
     def inputs_only(self) -> Marked:
         """As `marked`, with a backward pass that makes no gradient of a weight."""

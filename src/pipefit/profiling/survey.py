@@ -129,6 +129,13 @@ def travelling(layer: Layer, output: Any, half: torch.dtype) -> Layer:
     return replace(layer, output_bytes=size, grad_bytes=num_bytes(graded(narrow)), inner_bytes=layer.output_bytes)
 
 
+def begun_by(layer: Layer, seed_bytes: float | None) -> Layer:
+    """The last layer, whose backward begins with gradients of so many bytes; None: of its whole output."""
+    if seed_bytes is None or seed_bytes == layer.output_bytes:
+        return layer
+    return replace(layer, grad_bytes=seed_bytes)
+
+
 def bytes_of(storages: Iterable[Any]) -> int:
     """Bytes of some storages."""
     return sum(storage.nbytes() for storage in storages)

@@ -98,8 +98,10 @@ def _loss(run: Execution, i: Instruction) -> None:
     if worker.scale is not None:
         update = run.header.update_of(last, i.mb)
         share *= worker.scale.of(run.compiled.program, update)
-    grads: Sequence[Any] = [torch.zeros_like(leaf) for leaf in needed]
-    if needed and share != 0:
+    grads: Sequence[Any] = []
+    if share == 0:
+        grads = [torch.zeros_like(leaf) for leaf in needed]
+    elif needed:
         if not loss.requires_grad:
             raise ModelError(
                 "the loss has no gradient: it does not depend on the model's output, or by detach(), a comparison or a "
