@@ -36,7 +36,7 @@ from pipefit.profiling.analytic import (
     pretended_state,
 )
 from pipefit.profiling.counting import KernelCount, pretended
-from pipefit.profiling.survey import Storages, saved_storages, storage_key, weighed
+from pipefit.profiling.survey import Storages, begun_by, saved_storages, storage_key, weighed
 from pipefit.profiling.tensors import num_bytes, tensors_of
 from pipefit.spec.counted import Counted, LayerCount
 from pipefit.stage.compiler import Forward, Forwards
@@ -221,9 +221,10 @@ class _Walk:
         # The backward begins at the loss, where the model has one.
         roots = [leaf for leaf in ends if leaf.requires_grad and not leaf.is_leaf]
         scalars = [leaf for leaf in roots if not leaf.dim()]
+        seed_bytes = num_bytes(scalars) if scalars else None
         weights = list(self._weights.values())
         ways = gradients_of(self._counter, scalars or roots, self._leaves, weights)
-        figures = figures_of(weighed("", self._leaves, ends, self._seen.values(), weights))
+        figures = figures_of(begun_by(weighed("", self._leaves, ends, self._seen.values(), weights), seed_bytes))
         self._counter.take()
         count = LayerCount(figures, forward, *ways)
         if name or not self.layers:
