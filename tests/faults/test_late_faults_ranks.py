@@ -182,6 +182,13 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("pipefit.launch"), "disabled", True)
 
 
+def report(trial: Any, kind: str, trials: Trials, number: int, job: Any) -> None:
+    """Makes a trial and reports its outcome."""
+    ending, wrong, unlike = trials.wrong(str(number), job)
+    what = f"trial {number}: {job}: {wrong}, {unlike}"
+    trial(f"{kind}, {ending}", what, well=not wrong, resumed=not unlike)
+
+
 def numbers(shape: str, most: int) -> range:
     """The seeds of a shape's trials."""
     if shape in SHARED:
@@ -199,10 +206,8 @@ def test_a_run_that_grows_survives_faults_at_random_moments(shape: str, trial, t
     make = growth_of_shared if shape in SHARED else growth
     for number in numbers(shape, GROWTHS):
         job = make(number, shape, new.outside_s, new.meeting_s)
-        ending, wrong, unlike = trials.wrong(str(number), job)
-        what = f"trial {number}: {job}: {wrong}, {unlike}"
-        kind = "copies that share grow" if shape in SHARED else "a run grows"
-        trial(f"faults while {kind}, {ending}", what, well=not wrong, resumed=not unlike)
+        kind = "faults while copies that share grow" if shape in SHARED else "faults while a run grows"
+        report(trial, kind, trials, number, job)
 
 
 @pytest.mark.slow
@@ -214,9 +219,7 @@ def test_a_run_that_grows_while_layers_move_survives_faults(shape: str, trial, t
     (new,) = [one for one in trials.plain([Fault(1, False, "step 2", 0.0)]) if one.is_new]
     for number in numbers(shape, GROWTHS_OF_MOVED):
         job = growth_of_moved(number, shape, new.outside_s, new.meeting_s)
-        ending, wrong, unlike = trials.wrong(str(number), job)
-        what = f"trial {number}: {job}: {wrong}, {unlike}"
-        trial(f"faults while a run grows and layers move, {ending}", what, well=not wrong, resumed=not unlike)
+        report(trial, "faults while a run grows and layers move", trials, number, job)
 
 
 @pytest.mark.slow
@@ -228,9 +231,7 @@ def test_a_run_whose_layers_move_survives_losses_at_random_moments(shape: str, t
     seconds = max(one.seconds for one in trials.plain())
     for number in numbers(shape, MOVES):
         job = loss_of_a_move(number, shape, seconds)
-        ending, wrong, unlike = trials.wrong(str(number), job)
-        what = f"trial {number}: {job}: {wrong}, {unlike}"
-        trial(f"losses while layers move, {ending}", what, well=not wrong, resumed=not unlike)
+        report(trial, "losses while layers move", trials, number, job)
 
 
 @pytest.mark.usefixtures("quiet")

@@ -9,7 +9,7 @@ from pipefit.errors import PipefitError, ProgramError, ScheduleError
 from pipefit.ir import OP_SPEC, Header, Instruction, Kind, Op, Program, Reduction, Spill, WeightRule
 from pipefit.ir.blocking import Blocking
 from pipefit.ir.graph import collective_members, dependency_graph
-from pipefit.ir.liveness import lifetimes, peak, peak_at, peak_inflight, weight_versions
+from pipefit.ir.liveness import lifetimes, peak, peak_at, peak_inflight, weight_versions, working_lifetimes
 from pipefit.ir.text import dump, load, parse, parse_instruction, save
 from pipefit.ir.values import Value
 from pipefit.schedules import Shape, generate, names
@@ -292,6 +292,18 @@ def test_what_is_spilled_is_held_only_while_it_is_on_the_device():
     ]
     assert peak(lives, lambda value: value.kind == "weights") == 1
     assert peak(lives, lambda value: value.kind == "optim") == 1
+
+
+def test_half_copies_stay_until_the_next_step_of_any_stage_of_the_rank():
+    """Also those of a stage that waits for its replay, which nothing uses meanwhile."""
+    program = parse(SPILLED.replace("  drop s0 w0\n", ""))
+    lines = [str(i) for i in program.ranks[0]]
+    copies = [life for life in working_lifetimes(program, 0) if life.value.kind == "half copies"]
+    assert [(life.value.stage, lines[life.born], lines[life.dies + 1]) for life in copies] == [
+        (0, "fwd s0 m0 w0", "step s1 w0"),
+        (1, "fwd s1 m0 w0", "step s1 w0"),
+        (0, "recompute s0 m0 w0", "step s0 w0"),
+    ]
 
 
 @pytest.mark.parametrize(

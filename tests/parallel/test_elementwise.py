@@ -8,8 +8,10 @@ from torch import Tensor, nn, optim
 
 from pipefit.errors import PlanError
 from pipefit.parallel.mesh import _ELEMENTWISE, Mesh
+from pipefit.parallel.region import Region
 
-SHARED = Mesh(2, 0, region=object())  # type: ignore[arg-type]
+NO_GROUP: Any = None
+SHARED = Mesh(2, 0, Region(NO_GROUP, 2, 0))
 
 
 def stepped(kind: Any, weights: list[Tensor], gradients: list[list[Tensor]]) -> Tensor:

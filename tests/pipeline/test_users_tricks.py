@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from tests.pipeline.test_changed_models import batches
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -13,12 +14,6 @@ import pipefit as pf
 from pipefit.errors import ModelError, PipefitError, PlanError
 
 COPIES = pf.Parallelism(replicas=2)
-
-
-def batches(count=3):
-    generator = torch.Generator().manual_seed(1)
-    drawn = torch.randn(count, 2, 8, 6, generator=generator, dtype=torch.float64)
-    return [(x, y) for x, y in drawn]
 
 
 def adamw(weights):
@@ -41,7 +36,7 @@ def piped(model, optimizer=sgd, loss=nn.functional.mse_loss, **options):
 def in_torch(model, optimizer=sgd, loss=nn.functional.mse_loss, parts=1, clip=None):
     """Weights after plain training, which accumulates some parts of each batch."""
     made = optimizer(list(model.parameters()))
-    for x, y in batches():
+    for x, y in batches(3):
         made.zero_grad()
         for own_x, own_y in zip(x.chunk(parts), y.chunk(parts), strict=True):
             (loss(model(own_x), own_y) / parts).backward()
@@ -58,7 +53,7 @@ def assert_same(state, expected):
 
 
 def trained(pipe):
-    for batch in batches():
+    for batch in batches(3):
         pipe.step(*batch)
     return pipe.state_dict()
 
@@ -69,7 +64,7 @@ def test_gradients_that_a_user_left_do_not_count(schedule, copies):
     model = network()
     expected = in_torch(copy.deepcopy(model))
     pipe = piped(model, schedule=schedule, parallelism=copies)
-    for batch in batches():
+    for batch in batches(3):
         model(batch[0]).sum().backward()
         pipe.step(*batch)
     assert_same(pipe.state_dict(), expected)
@@ -121,7 +116,7 @@ def test_one_of_several_outputs_at_a_border_can_be_frozen(schedule):
     plain = copy.deepcopy(model)
     pipe = piped(model, stages=[1, 6], schedule=schedule)
     optimizer = sgd(plain.parameters())
-    for number, (x, y) in enumerate(batches()):
+    for number, (x, y) in enumerate(batches(3)):
         for one in (model, plain):
             one[0].other.requires_grad_(number == 0)
         pipe.step(x, y)
@@ -154,7 +149,7 @@ def test_a_batch_norm_can_stop_tracking_between_two_steps(without_buffers):
     plain = copy.deepcopy(model)
     pipe = piped(model, microbatches=1)
     optimizer = sgd(plain.parameters())
-    for x, y in batches():
+    for x, y in batches(3):
         pipe.step(x, y)
         optimizer.zero_grad()
         nn.functional.mse_loss(plain(x), y).backward()
@@ -286,12 +281,12 @@ def test_a_reentrant_checkpoint_is_refused_where_backwards_are_split():
 def test_a_loader_may_use_the_memory_of_a_batch_again(schedule, reused):
     def of_one_memory():
         memory = torch.empty(8, 6, dtype=torch.float64)
-        for batch in batches():
+        for batch in batches(3):
             given = list(batch)
             given[reused] = memory.copy_(batch[reused])
             yield tuple(given)
 
     pipes = [piped(network(), schedule=schedule) for _ in range(2)]
-    losses = [pipe.fit(data, steps=3) for pipe, data in zip(pipes, (of_one_memory(), batches()), strict=True)]
+    losses = [pipe.fit(data, steps=3) for pipe, data in zip(pipes, (of_one_memory(), batches(3)), strict=True)]
     assert losses[0] == losses[1]
     assert_same(pipes[0].state_dict(), pipes[1].state_dict())

@@ -136,19 +136,19 @@ def recall_on_machines(
     return step, pipe.fit(jobs.batches(8)[4:]), pipe.state_dict()
 
 
+class LateMemory(Memory):
+    """Writes after another process has begun to."""
+
+    def _write(self, parts: Sequence[Part], place: Path) -> None:
+        while not list(place.glob("*.safetensors")):
+            time.sleep(0.01)
+        super()._write(parts, place)
+
+
 def copy_in_pairs(folder: str) -> int | None:
     """The step that two processes with the same layers find in memory; one writes when the other has begun to."""
     pipe = tensor_jobs.pipeline(tensor_jobs.model(), tensor=2)
     pipe.step(*tensor_jobs.batch(4, 0))
-    copies = Memory(pipe, Path(folder), every=1)
-    write = copies._write
-
-    def write_later(parts: Sequence[Part], place: Path) -> None:
-        while not list(place.glob("*.safetensors")):
-            time.sleep(0.01)
-        write(parts, place)
-
-    if current().rank == 1:
-        copies._write = write_later  # type: ignore[method-assign]
-    copies.keep()
+    kind = LateMemory if current().rank == 1 else Memory
+    kind(pipe, Path(folder), every=1).keep()
     return recall(pipe, Path(folder), 1)

@@ -53,7 +53,7 @@ class Variable(NamedTuple):
 
     @property
     def key(self) -> tuple[int, str]:
-        """The same for all code that has the variable."""
+        """Identifies the variable, whatever code refers to it."""
         return id(self.owner), self.attribute
 
     def get(self) -> Any:

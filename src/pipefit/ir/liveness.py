@@ -165,10 +165,10 @@ def _find_working(program: Program, rank: int, summed: bool) -> list[Lifetime]:
 
 
 def _half_copies(program: Program, rank: int) -> list[Lifetime]:
-    """The half copies of a rank's weights: from the first forward with a version to the last computation.
+    """The half copies of a rank's weights: from the first forward with a version to the next step or drop of any stage.
 
-    Steps and drops end them; a micro-batch in flight holds those that its forward used. A spilled stage that keeps its
-    saved tensors makes them again for its backwards.
+    A micro-batch in flight holds those that its forward used for longer. A spilled stage that keeps its saved tensors
+    makes them again for its backwards.
     """
     found = []
     present: dict[int, Lifetime] = {}
@@ -180,6 +180,8 @@ def _half_copies(program: Program, rank: int) -> list[Lifetime]:
         stage = i.stage
         micro = (stage, i.mb)
         if i.op in (Op.STEP, Op.DROP):
+            for life in present.values():
+                life.dies = max(life.dies, index - 1)
             present.clear()
         elif i.op in FORWARD_OPS or (i.op in COMPUTE_OPS and stage in kept):
             copies = Value(Work.COPIES.value, stage, i.version)

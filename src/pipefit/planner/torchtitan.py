@@ -1,4 +1,4 @@
-"""What torchtitan does otherwise than Megatron-LM with a Llama; each with its source.
+"""Costs of a Llama in torchtitan that differ from those in Megatron-LM, each with its source.
 
 Legend: e bytes of an element, h hidden, t tensor width.
 Sources: torchtitan of December 2024, `models/llama/model.py` (products, rotations, keys) and `parallelisms/

@@ -43,7 +43,7 @@ class Saved(NamedTuple):
     edges: list[GradientEdge]
 
     def entered(self, grads: Sequence[Tensor | None]) -> tuple[Saved, list[Tensor]]:
-        """The same state with those edges only at which a gradient enters the graph, and these gradients."""
+        """Returns the state with only the edges at which a gradient enters the graph, and these gradients."""
         came = [grad for grad in grads if grad is not None]
         if len(came) == len(grads):
             return self, came

@@ -22,7 +22,7 @@ from pipefit.stage.accelerator import CPU
 from pipefit.stage.moments import Mark
 
 Work = Callable[[], object]
-"""What a copy does."""
+"""A function that copies, called by the thread of a lane."""
 
 
 class Copy:

@@ -194,8 +194,9 @@ class Stage:
         # Inside, so that autocast casts other weights once for each forward, and anew for the next version's.
         half: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.half is not None:
-            # In training a forward that saves nothing frees a cast weight after its use.
-            frees = self.training and not torch.is_grad_enabled()
+            # In training a forward that saves nothing, or only inputs of layers, frees a cast weight after its use.
+            saves_all = torch.is_grad_enabled() and not self.replayed
+            frees = self.training and not saves_all
             half = torch.autocast(self.device.type, self.half, cache_enabled=not frees)
         unchanged: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if replay or self._is_replicated:
