@@ -19,9 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipefit.cost import of_plan
+from pipefit.cutting import cut
 from pipefit.models import ModelBundle, build
+from pipefit.pipeline.layer_sizes import state_per_weight
 from pipefit.pipeline.pipeline import Pipeline
+from pipefit.profiling.agreed import agreed_profile
+from pipefit.profiling.workload import Workload
+from pipefit.runtime.session import current
+from pipefit.simulate import simulate
+from pipefit.spec import Topology
 from pipefit.spec.options import Parallelism, Spilled, Updates
+from pipefit.stage.precision import half_of
+from pipefit.stage.split import named_layers
 
 MIB = 2**20
 DEVICE = torch.device("cuda", 0)
@@ -29,6 +39,8 @@ SMALL = {"layers": 8, "hidden": 512, "heads": 8, "context": 256, "vocab": 4096, 
 LARGE = {"layers": 12, "hidden": 2048, "heads": 16, "context": 1024, "vocab": 16384, "tied": False}
 HUGE = {"layers": 24, "hidden": 4096, "heads": 32, "context": 2048, "vocab": 32768, "tied": False}
 MEDIUM = {"layers": 12, "hidden": 1024, "heads": 16, "context": 512, "vocab": 4096, "tied": False}
+LLAMA = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8, "num_attention_heads": 16,
+         "num_key_value_heads": 4, "tie_word_embeddings": False}  # fmt: skip
 BATCH, MICROBATCHES = 8, 4
 Figures = dict[str, Any]
 
@@ -183,10 +195,74 @@ def peak() -> Figures:
     }
 
 
+def llama() -> tuple[Any, Any, Any, Any]:
+    """A Llama of transformers of 570 million parameters, its loss and a batch."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**LLAMA)
+    words = torch.randint(config.vocab_size, (BATCH, 1024))
+    batch = {"input_ids": words, "labels": words}
+    few = words[:1, :32]
+    made = cut(transformers.LlamaForCausalLM(config), example={"input_ids": few, "labels": few})
+    return made, made.loss, batch, batch
+
+
+def gpt(sizes: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+    bundle = model(sizes)
+    return bundle.layers, bundle.loss, *bundle.example(BATCH, 0)
+
+
+MEMORY: dict[str, tuple[Callable[[], tuple[Any, Any, Any, Any]], str, dict[str, Any]]] = {
+    "gpt 155 M, fp32": (lambda: gpt(MEDIUM), "fp32", {}),
+    "gpt 155 M": (lambda: gpt(MEDIUM), "bf16", {}),
+    "gpt 674 M": (lambda: gpt(LARGE), "bf16", {}),
+    "gpt 674 M, layers replayed": (lambda: gpt(LARGE), "bf16", {"recompute": "layer"}),
+    "gpt 674 M, 3 stages breadth-first": (lambda: gpt(LARGE), "bf16", {"schedule": "breadth-first", "chunks": 3}),
+    "llama 570 M": (llama, "bf16", {}),
+    "llama 570 M, layers replayed": (llama, "bf16", {"recompute": "layer"}),
+    "llama 570 M, fp32": (llama, "fp32", {}),
+}
+"""Of each trial the model, the precision and the plan."""
+
+
+def memory() -> Figures:
+    """The peak of a step in MiB: predicted from the measured layers, and that of torch's allocator."""
+    figures: Figures = {}
+    for name, (make, precision, options) in MEMORY.items():
+        gc.collect()
+        torch.cuda.empty_cache()
+        layers, loss, x, y = make()
+        plan: dict[str, Any] = {"recompute": "none", "chunks": 1} | options
+        schedule = plan.pop("schedule", "gpipe")
+        named = named_layers(layers)
+        work = Workload(named, loss, adam, DEVICE, (x, y), half=half_of(precision))
+        profile = agreed_profile(work, [BATCH // MICROBATCHES], current(), repeats=1, warmup=0)
+        state = state_per_weight(named, adam)
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        parallelism = Parallelism(device="cuda:0", ranks=1, **plan)
+        settings = {"loss": loss, "optimizer": adam, "microbatches": MICROBATCHES, "schedule": schedule}
+        pipe = Pipeline(layers, parallelism=parallelism, precision=precision, **settings)
+        cost = of_plan(profile, pipe.plan, Topology.local(1), state_per_weight=state)
+        predicted = simulate(pipe.program, cost, repeats=2).peak_bytes(0)
+        for _ in range(2):
+            pipe.step(x, y)
+        torch.cuda.reset_peak_memory_stats()
+        pipe.step(x, y)
+        counted = torch.cuda.max_memory_allocated() - before
+        figures[name] = [predicted / MIB, counted / MIB, predicted / counted - 1]
+        pipe.close()
+        del pipe, layers, named, work, loss, x, y, cost
+    return figures
+
+
 PARTS: dict[str, tuple[Callable[[], Figures], float]] = {
     "small": (lambda: steps(SMALL), 45),
     "large": (lambda: steps(LARGE), 60),
     "peak": (peak, 45),
+    "memory": (memory, 120),
     "spilled": (spilled, 70),
     "too-large": (too_large, 230),
 }

@@ -180,8 +180,8 @@ def _half_copies(program: Program, rank: int) -> list[Lifetime]:
         stage = i.stage
         micro = (stage, i.mb)
         if i.op in (Op.STEP, Op.DROP):
-            for life in present.values():
-                life.dies = max(life.dies, index - 1)
+            for unused in present.values():
+                unused.dies = max(unused.dies, index - 1)
             present.clear()
         elif i.op in FORWARD_OPS or (i.op in COMPUTE_OPS and stage in kept):
             copies = Value(Work.COPIES.value, stage, i.version)
