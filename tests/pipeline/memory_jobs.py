@@ -28,6 +28,7 @@ from pipefit.runtime.microbatches import feed_of
 from pipefit.runtime.session import current
 from pipefit.simulate import simulate
 from pipefit.spec import Profile, Tier, Topology
+from pipefit.spec.plan import Recompute
 from pipefit.spec.profile import WORK
 from pipefit.stage.precision import half_of
 from pipefit.stage.split import named_layers
@@ -168,10 +169,9 @@ def in_a_step(pipe: pf.Pipeline, x: Any, y: Any) -> int:
     return count.most
 
 
-def measured(name: str, layers: Any, loss: Any, precision: str) -> Profile:
+def measured(example: tuple[Any, Any], layers: Any, loss: Any, precision: str) -> Profile:
     """The profile of the layers, measured in this process only."""
-    whole = batch(name)
-    work = Workload(layers, loss, adamw, torch.device("cpu"), (whole, whole), half=half_of(precision))
+    work = Workload(layers, loss, adamw, torch.device("cpu"), example, half=half_of(precision))
     alone = replace(current(), rank=0, num_ranks=1)
     return agreed_profile(work, [SAMPLES // MICROBATCHES], alone, repeats=1, warmup=0)
 
@@ -181,11 +181,11 @@ def predicted(name: str, shapes: list[dict[str, Any]], precision: str) -> list[l
     made = pf.cut(model(name), example=batch(name, 4))
     layers = named_layers(made)
     plans = [plan(len(made), **shape) for shape in shapes]
+    whole = batch(name)
     local = Topology.local(plans[0].num_processes)
     if plans[0].tensor == 1:
-        profile = measured(name, layers, made.loss, precision)
+        profile = measured((whole, whole), layers, made.loss, precision)
     else:
-        whole = batch(name)
         work = Workload(layers, made.loss, adamw, torch.device("cpu"), (whole, whole), half=half_of(precision))
         profile = profile_of_shard(work, plans[0], current(), local)
     found = []
@@ -232,10 +232,10 @@ def spilled(name: str, precision: str, schedule: str, keep: str) -> tuple[float,
     """The predicted and the counted bytes of one rank whose three stages are in the host's memory."""
     made = pf.cut(model(name), example=batch(name, 4))
     layers = named_layers(made)
-    profile = measured(name, layers, made.loss, precision)
+    whole = batch(name)
+    profile = measured((whole, whole), layers, made.loss, precision)
     state = state_per_weight(layers, adamw)
     sizes = sizes_of(layers, adamw, 1)
-    whole = batch(name)
     pipe = pf.Pipeline(
         made,
         loss=made.loss,
@@ -252,6 +252,25 @@ def spilled(name: str, precision: str, schedule: str, keep: str) -> tuple[float,
     guess = simulate(pipe.program, cost, repeats=2).peak_bytes(0)
     pipe.close()
     return guess, most
+
+
+def resident(options: dict[str, Any], precision: str, recompute: Recompute) -> tuple[float, int]:
+    """The predicted and the counted bytes of one rank with a whole GPT, whose layers are used as they are."""
+    torch.manual_seed(0)
+    bundle = build("gpt", **options)
+    example = bundle.example(SAMPLES, 0)
+    profile = measured(example, named_layers(bundle.layers), bundle.loss, precision)
+    pipe = pf.Pipeline(
+        bundle.layers,
+        loss=bundle.loss,
+        optimizer=adamw,
+        microbatches=MICROBATCHES,
+        parallelism=pf.Parallelism(ranks=1, recompute=recompute),
+        precision=precision,
+    )
+    state = state_per_weight(named_layers(bundle.layers), adamw)
+    cost = of_plan(profile, pipe.plan, Topology.local(1), state_per_weight=state)
+    return simulate(pipe.program, cost, repeats=2).peak_bytes(0), in_a_step(pipe, *example)
 
 
 def capped(name: str, options: dict[str, Any], cap: float, precision: str, schedule: str) -> tuple[float, int]:

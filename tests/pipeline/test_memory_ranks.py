@@ -7,6 +7,7 @@ from tests.pipeline import memory_jobs as jobs
 from tests.pipeline import sharing_memory as sharing
 
 from pipefit.runtime.launch import launch
+from pipefit.spec.plan import Recompute
 
 pytestmark = [
     pytest.mark.dist,
@@ -53,6 +54,15 @@ def test_a_rank_whose_stages_wait_in_the_hosts_memory_takes_the_memory_that_is_p
 
 
 GPT = {"layers": 4, "hidden": 64, "heads": 2, "context": 32, "vocab": 256}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+def test_layers_that_are_used_as_they_are_take_the_memory_that_is_predicted(
+    precision: str, recompute: Recompute
+) -> None:
+    predicted, counted = jobs.resident({**GPT, "tied": False}, precision, recompute)
+    assert predicted == pytest.approx(counted, rel=0.03)
 
 
 @pytest.mark.usefixtures("small_probes")

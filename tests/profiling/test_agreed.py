@@ -21,7 +21,7 @@ def measured(half: torch.dtype | None = None) -> Profile:
         assert output.dtype == torch.float32, "a run gives its loss float32"
         return nn.functional.mse_loss(output, target)
 
-    layers = named_layers(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)))
+    layers = named_layers(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Sequential(nn.Linear(32, 16))))
     example = (torch.ones(4, 16), torch.zeros(4, 16))
     work = Workload(layers, loss, sgd, torch.device("cpu"), example, half=half)
     profile = agreed_profile(work, [2], current(), repeats=3, warmup=1)
@@ -36,3 +36,9 @@ def test_layers_are_measured_in_the_type_that_they_will_compute_in() -> None:
     assert sizes == [2 * 32 * 4, 2 * 32 * 4, 2 * 16 * 4]
     assert [layer.output_bytes for layer in half.layers] == [size // 2 for size in sizes]
     assert [layer.weight_bytes for layer in half.layers] == [layer.weight_bytes for layer in whole.layers]
+
+
+def test_half_copies_of_weights_are_not_among_what_each_micro_batch_saves() -> None:
+    half = measured(half=torch.bfloat16)
+    assert [layer.copy_bytes for layer in half.layers] == [2 * (16 * 32 + 32), 0, 2 * (32 * 16 + 16)]
+    assert [layer.saved_bytes for layer in half.layers] == [2 * 2 * 16, 2 * 2 * 32, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,8 @@ from pipefit.stage.device import process_device
 from pipefit.stage.materialise import InitialiseLayer, is_meta
 from pipefit.stage.optimizing import OptimizerMaker, check_scheduler
 from pipefit.stage.precision import TF32, first_scale, half_of
-from pipefit.stage.split import joined, named_layers
+from pipefit.stage.record_layout import is_absent
+from pipefit.stage.split import NamedLayer, joined, named_layers
 from pipefit.stage.training import Loss, Training
 
 _log = logging.getLogger("pipefit.pipeline")
@@ -78,6 +80,7 @@ class GivenModel:
         if weigh is None:
             weigh = weigh_of(loss)
         layers = list(made.layers)
+        _refuse_stand_ins(layers)
         if isinstance(model, torch.nn.Module) and not model.training and current().rank == 0:
             _log.warning("%s is in evaluation mode, and trains so: call train() on it before", type(model).__name__)
         if example is not None and loss is not made.loss and not is_meta(layers):
@@ -145,3 +148,15 @@ class GivenModel:
             work.compiler,
             updates.nonfinite,
         )
+
+
+def _refuse_stand_ins(layers: Sequence[NamedLayer]) -> None:
+    """Refuses weights whose numbers another Pipeline has."""
+    for layer in layers:
+        for name, parameter in layer.module.named_parameters():
+            if is_absent(parameter):
+                path = ".".join(filter(None, (layer.name, name)))
+                raise ModelError(
+                    f"{path} has no memory: its numbers are with another Pipeline, which spills or shards it; take "
+                    "that one's state_dict() before its close(), and load it into a new model"
+                )

@@ -38,6 +38,10 @@ class HalfCopies:
         self._version = 0
         self.forwards: Forwards = {}
 
+    def __deepcopy__(self, memo: object) -> HalfCopies:
+        """Itself: a copied attribute of a module, such as its forward, uses the same copies."""
+        return self
+
     def take(self, layers: Iterable[nn.Module], half: torch.dtype, device_type: str) -> None:
         """Begins to copy the weights of linear modules in some layers, for autocast to a type on a device."""
         self.half = half

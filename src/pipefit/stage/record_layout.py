@@ -108,3 +108,8 @@ def nan_of(dtype: torch.dtype) -> float:
 def absent(like: Field | Tensor, device: torch.device) -> Tensor:
     """A stand-in for a tensor that is elsewhere: its shape and type, without memory; reading it gives NaN."""
     return torch.full((), nan_of(like.dtype), dtype=like.dtype, device=device).expand(like.shape)
+
+
+def is_absent(tensor: Tensor) -> bool:
+    """Returns whether a tensor is a stand-in made by `absent`; one of a single number is never taken for one."""
+    return tensor.numel() > 1 and not any(tensor.stride())
