@@ -57,11 +57,11 @@ GPT = {"layers": 4, "hidden": 64, "heads": 2, "context": 32, "vocab": 256}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("recompute", ["none", "layer"])
+@pytest.mark.parametrize(("recompute", "tied"), [("none", False), ("none", True), ("layer", False)])
 def test_layers_that_are_used_as_they_are_take_the_memory_that_is_predicted(
-    precision: str, recompute: Recompute
+    precision: str, recompute: Recompute, tied: bool
 ) -> None:
-    predicted, counted = jobs.resident({**GPT, "tied": False}, precision, recompute)
+    predicted, counted = jobs.resident({**GPT, "tied": tied}, precision, recompute)
     assert predicted == pytest.approx(counted, rel=0.03)
 
 

@@ -194,6 +194,22 @@ def test_linear_layers_of_blocks_in_8_bits_gain_what_a_llama_by_its_sizes_gains(
         counted_profile(fast, "", 1, load_topology("dgx-a100-8").device)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_table_counts_once_where_one_stage_has_both_of_its_layers(tied):
+    counted = llama(widths=(1, 2), tie_word_embeddings=tied)
+    profile = counted_profile(counted, "llama", 1, H100.device)
+    weights = [layer.weight_bytes for layer in profile.layers]
+    assert profile.weights_of(range(5)) == (2 * counted.num_parameters,) * 2
+    assert profile.weights_of(range(4))[0] == sum(weights[:4])
+    repeated = 2 * 1000 * 256 if tied else 0
+    assert sum(weights) - profile.weights_of(range(5))[0] == repeated
+    half = counted_profile(counted, "llama", 1, H100.device, tensor=2)
+    assert sum(layer.weight_bytes for layer in half.layers) - half.weights_of(range(5))[0] == repeated / 2
+    sizes = transformer_of(f"gpt:layers=3,hidden=256,heads=8,vocab=1000,tied={int(tied)}")
+    short = transformer_profile(sizes, 1, H100.device)
+    assert short.weights_of(range(5))[0] == sum(layer.weight_bytes for layer in short.layers) - repeated
+
+
 def test_a_gpt_by_its_sizes_has_the_numbers_of_the_built_in_module():
     sizes = {"layers": 3, "hidden": 256, "heads": 4, "vocab": 500}
     with torch.device("meta"):

@@ -121,9 +121,14 @@ def test_views_of_one_storage_are_saved_once():
 
 def test_tied_weights_count_in_every_layer_that_holds_them_and_once_inside_one():
     model = build("gpt", layers=1, hidden=16, heads=2, vocab=32, context=8)
-    layers = by_name(profile_layers(model.layers, *model.example(2, 0)[:1], **QUICK))
+    profile = profile_layers(model.layers, *model.example(2, 0)[:1], **QUICK)
+    layers = by_name(profile)
     assert layers["embed"].weight_bytes == (32 + 8) * 16 * 4
     assert layers["head"].weight_bytes == (32 + 2) * 16 * 4
+    # A stage that has both has the table once.
+    unique = sum(parameter.nbytes for parameter in model.layers.parameters())
+    assert profile.weights_of(range(3)) == (unique, unique)
+    assert profile.weights_of([1, 2]) == (sum(profile.layers[i].weight_bytes for i in (1, 2)),) * 2
 
     inside = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     inside[1].weight = inside[0].weight

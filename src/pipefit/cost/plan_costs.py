@@ -104,13 +104,14 @@ def of_plan(
     parts = [1] * len(stages)
     if plan.shard != "none":
         parts = list(map(len, plan.placement.ranks))
-    trained = total(lambda layer: layer.wgrad_bytes)
+    held = [profile.weights_of(stage.layers) for stage in partition.stages]
+    weights = tuple(whole for whole, _ in held)
+    trained = tuple(learned for _, learned in held)
     steps_s: tuple[float, ...] = ()
     optim_bytes: tuple[float, ...] = ()
     for stage, size, num in zip(partition.stages, trained, parts, strict=True):
         steps_s += (profile.optimizer_of(stage.layers) / num,)
         optim_bytes += (size * (state_per_weight / num + profile.added_per_byte),)
-    weights = total(lambda layer: layer.weight_bytes)
     shards = [0.0] * len(stages)
     sums = [0.0] * len(stages)
     gathered: set[int] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pipefit.cost.rings import all_reduce_s, ring_of
-from pipefit.spec.profile import WORK, Layer, Profile
+from pipefit.spec.profile import WORK, Layer, Profile, SharedWeights
 from pipefit.spec.topology import Topology
 
 _WHOLE = {"embedding": (2, 2, 0, 0), "block": (5, 3, 0, 0), "head": (1, 1, 1, 1)}
@@ -79,9 +79,13 @@ def tensor_shard(profile: Profile, tensor: int, topology: Topology) -> Profile:
                 **_work(layer, kind, stream, tensor),
             )
         )
+    shared = [
+        SharedWeights(one.layers, one.weight_bytes / tensor, one.trained_bytes / tensor) for one in profile.shared
+    ]
     return msgspec.structs.replace(
         profile,
         layers=tuple(layers),
+        shared=tuple(shared),
         optimizer_s=profile.optimizer_s / tensor,
         loss_work_bytes=profile.loss_work_bytes / tensor,
         step_work_bytes=profile.step_work_bytes / tensor,

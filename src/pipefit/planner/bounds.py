@@ -398,6 +398,7 @@ def _summed(profile: Profile) -> _Totals:
     backward[:frozen] = [0.0] * frozen
     both = list(map(add, forward, backward))
     shares = [own / whole for own, whole in zip(forward, both, strict=True) if whole]
+    weight_bytes, wgrad_bytes = profile.weights_of(range(len(layers)))
     return _Totals(
         work_s=sum(both),
         replayed_s=sum(layer.forward_s for layer in layers[frozen:]),
@@ -405,8 +406,8 @@ def _summed(profile: Profile) -> _Totals:
         step_s=profile.optimizer_of(range(len(layers))),
         is_frozen=frozen > 0,
         cut_bytes=min(profile.cut_bytes, default=0.0),
-        weight_bytes=sum(layer.weight_bytes for layer in layers),
-        wgrad_bytes=sum(layer.wgrad_bytes for layer in layers),
+        weight_bytes=weight_bytes,
+        wgrad_bytes=wgrad_bytes,
         saved_bytes=sum(layer.saved_bytes for layer in layers),
     )
 

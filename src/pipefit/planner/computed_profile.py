@@ -32,7 +32,7 @@ from pipefit.planner.block_parts import (
 from pipefit.planner.transformer import Transformer, is_transformer, text_of, transformer_of
 from pipefit.spec import Device, Layer, Profile, Topology
 from pipefit.spec.counted import Counted
-from pipefit.spec.profile import ARITHMETIC
+from pipefit.spec.profile import ARITHMETIC, SharedWeights
 
 _FLASH1 = 0.47, 0.36
 """Shares of the rate of a large product that FlashAttention 1 reaches on an A100, forward and backward.
@@ -174,7 +174,19 @@ def counted_profile(
         optimizer_s=_optimizer_s(pace, trained, counted.element_bytes),
         computed_for=made_for,
         counted=counted,
+        shared=_repeated(counted, layers),
     )
+
+
+def _repeated(counted: Counted, layers: Sequence[Layer]) -> tuple[SharedWeights, ...]:
+    """The weights of a counted model that its layers have several times, as shared by the first and the last layer."""
+    once = [count.figures["weight_bytes"] for count in counted.at(1)]
+    repeated = sum(once) - counted.num_parameters * counted.element_bytes
+    if repeated <= 0 or not once[0]:
+        return ()
+    part = layers[0].weight_bytes / once[0]
+    trained = repeated if layers[0].wgrad_bytes else 0.0
+    return (SharedWeights((0, len(layers) - 1), part * repeated, part * trained),)
 
 
 def _with_flops(device: Device, needs_fp8: bool) -> Device:
@@ -412,6 +424,7 @@ def _at(model: Transformer, b: int, device: Device, ring: Ring) -> Profile:
         summed_per_byte=(model.summed_bytes or e) / e,
         added_per_byte=model.added_bytes / e,
         overlapped=bool(model.overlapped),
+        shared=(SharedWeights((0, len(made) - 1), table, table),) if model.tied else (),
     )
 
 

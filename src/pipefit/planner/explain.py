@@ -225,7 +225,7 @@ def _stages(plan: Plan, profile: Profile | None, topology: Topology | None) -> l
                 own = [speeds[rank] for rank in ranks]
             forward_s = sum(layer.forward_s for layer in layers)
             backward_s = sum(layer.backward_s for layer in layers)
-            weights = sum(layer.weight_bytes for layer in layers)
+            weights, _ = figures.weights_of(stage.layers)
             row.append(_own_times(forward_s / stage.tensor, own))
             row.append(_own_times(backward_s / stage.tensor, own))
             row.append(format_bytes(weights / stage.tensor))

@@ -25,7 +25,16 @@ from pipefit.errors import ProfileError
 from pipefit.profiling.computed_work import layer_work, loss_work
 from pipefit.profiling.counting import KernelCount, pretended
 from pipefit.profiling.passes import seed_bytes
-from pipefit.profiling.survey import Storages, begun_by, bytes_of, saved_storages, storage_key, travelling, weighed
+from pipefit.profiling.survey import (
+    Storages,
+    begun_by,
+    bytes_of,
+    saved_storages,
+    shared_weights,
+    storage_key,
+    travelling,
+    weighed,
+)
 from pipefit.profiling.tensors import (
     Run,
     batch_of,
@@ -131,6 +140,7 @@ def analytic_profile(
         loss_s=loss_s,
         optimizer_s=optimizer_s,
         loss_work_bytes=loss_work_bytes,
+        shared=shared_weights(chain),
     )
 
 

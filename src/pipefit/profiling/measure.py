@@ -18,7 +18,7 @@ from pipefit.errors import DataError, ProfileError
 from pipefit.profiling.clock import Clock, half_interquartile_range, median_of, works_alone
 from pipefit.profiling.optimizer import step_growth, step_seconds
 from pipefit.profiling.passes import Marked, Step, Work
-from pipefit.profiling.survey import Weighed, begun_by, survey
+from pipefit.profiling.survey import Weighed, begun_by, shared_weights, survey
 from pipefit.profiling.tensors import batch_of, describe, graded, num_bytes, parameters_of, placed, take
 from pipefit.profiling.untouched import untouched, with_threads
 from pipefit.spec.profile import Layer, Profile
@@ -126,6 +126,7 @@ def profile_layers(
         optimizer_s=stepped.whole_s,
         loss_work_bytes=work.further.loss_s,
         step_work_bytes=stepped.whole_bytes,
+        shared=shared_weights(chain),
     )
 
 

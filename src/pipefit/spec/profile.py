@@ -161,6 +161,20 @@ _UNKNOWN = ("grad_bytes", "split_s", "half_bytes", "input_bytes", "selective_byt
 _SCALED = tuple(name for name in Layer.__struct_fields__ if name not in ("name", "trained_bytes", *_FIXED, *_UNKNOWN))
 
 
+class SharedWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Weights that two layers share, such as a table of words and the projection to them.
+
+    Attributes:
+        layers: the places of both, in order; of three that share, the first and second, and the second and third.
+        weight_bytes: of these weights.
+        trained_bytes: of those that train.
+    """
+
+    layers: tuple[int, int]
+    weight_bytes: float
+    trained_bytes: float
+
+
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """The layers of a model in an order in which data flows forward, and the edges between them.
 
@@ -183,6 +197,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         computed_for: the device of a profile by GPT arithmetic, or of counted layers, which can be computed again for
             another micro-batch size or tensor width; None: the figures were measured.
         counted: what the layers do, where that was counted.
+        shared: weights that several layers share, of which a stage with these layers has one.
     """
 
     model: str
@@ -202,6 +217,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     counted: Counted | None = None
     loss_work_bytes: float = 0.0
     step_work_bytes: float = 0.0
+    shared: tuple[SharedWeights, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, ProfileError)
@@ -229,6 +245,12 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
                 raise ProfileError(
                     f"edges[{index}]: {self.layers[tail].name} → {self.layers[head].name} goes backward; "
                     "list the layers in an order in which data flows forward (the graph must have no cycle)"
+                )
+        for index, one in enumerate(self.shared):
+            first, second = one.layers
+            if not 0 <= first < second < len(self.layers):
+                raise ProfileError(
+                    f"shared[{index}].layers: expected two of {len(self.layers)} layers, got {one.layers}"
                 )
         for index, other in enumerate(self.others):
             if [layer.name for layer in other.layers] != [layer.name for layer in self.layers] or other.others:
@@ -280,6 +302,22 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     def knows_work(self) -> bool:
         """Returns whether the memory that each layer needs while it works is known."""
         return all(getattr(layer, name) is not None for layer in self.layers for name in WORK)
+
+    def weights_of(self, layers: Iterable[int]) -> tuple[float, float]:
+        """Bytes of the weights of some layers in one stage, and of those that train; shared ones count once.
+
+        >>> layers = (Layer("a", 1, 1, 1, 8, 0, 30), Layer("b", 1, 1, 1, 8, 0, 40))
+        >>> Profile("m", 1, layers, shared=(SharedWeights((0, 1), 25, 25),)).weights_of([0, 1])
+        (45, 45)
+        """
+        present = list(layers)
+        weights = sum(self.layers[index].weight_bytes for index in present)
+        trained = sum(self.layers[index].wgrad_bytes for index in present)
+        for one in self.shared:
+            if all(layer in present for layer in one.layers):
+                weights -= one.weight_bytes
+                trained -= one.trained_bytes
+        return weights, trained
 
     def num_frozen(self, partition: Partition) -> int:
         """How many stages of a partition, from the first on, have no layer that trains."""
