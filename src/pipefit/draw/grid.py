@@ -112,7 +112,7 @@ def _row(scene: Scene, rank: int, columns: _Columns, paint: Paint) -> str:
 
 
 def _copy_rows(scene: Scene, rank: int, columns: _Columns, gutter: int) -> list[str]:
-    """A line for each lane of copies and of steps on the host; one too short for a column is left out."""
+    """A line for each lane of copies and of steps on the host; what is too short for a column is left out."""
     lines = []
     for lane in scene.lanes:
         row = [_IDLE] * columns.length
@@ -126,8 +126,9 @@ def _copy_rows(scene: Scene, rank: int, columns: _Columns, gutter: int) -> list[
             if len(label) > room:
                 label = label[0] * room
             row[start:end] = _filled(label, room)
-        name = f" {lane}".ljust(gutter)
-        lines.append(name + "".join(row))
+        if set(row) != {_IDLE}:
+            name = f" {lane}".ljust(gutter)
+            lines.append(name + "".join(row))
     return lines
 
 
