@@ -85,8 +85,7 @@ def _columns(scene: Scene, room: int) -> _Columns:
     """The shortest cell gets a whole number of columns where that fits, so that equal cells look equal."""
     makespan = scene.facts.makespan_s or 1.0
     unit = min((box.duration_s for box in scene.cells), default=1.0)
-    several = scene.facts.num_chunks > 1
-    longest = max((len(_label(box, several)) for box in scene.cells), default=1)
+    longest = max((len(_label(box, scene)) for box in scene.cells), default=1)
     per_second = max(room, 10) / makespan
     each = 0
     for count in range(longest + 1, 0, -1):
@@ -166,8 +165,8 @@ def _owners(boxes: list[Box], columns: _Columns) -> list[Box | None]:
     return owners
 
 
-def _label(box: Box, several: bool) -> str:
-    if several:
+def _label(box: Box, scene: Scene) -> str:
+    if scene.facts.num_chunks > 1:
         return box.short
     return f"{box.letter}{box.mb}"
 
@@ -175,7 +174,7 @@ def _label(box: Box, several: bool) -> str:
 def _text(box: Box, room: int, scene: Scene, columns: _Columns) -> str:
     """A cell: its label, then a line up to its end, so that long cells show where they begin."""
     if columns.labelled:
-        return _filled(_label(box, scene.facts.num_chunks > 1), room)
+        return _filled(_label(box, scene), room)
     rest = box.letter
     if columns.exact:
         rest = _LINE

@@ -209,7 +209,6 @@ def scene_of(timeline: Timeline, seconds: bool | None = None, scale_s: float = 0
             bars.append(box._replace(what=what))
         else:
             boxes.append(box)
-    boxes.sort(key=attrgetter("rank", "repeat", "position"))
     bars.sort(key=lambda bar: (bar.rank, LANES.index(bar.lane), bar.start_s, bar.position))
     first = [bisect_left(boxes, rank, key=attrgetter("rank")) for rank in range(len(stages) + 1)]
     if seconds is None:
