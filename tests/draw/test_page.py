@@ -25,7 +25,7 @@ from pipefit.draw.scene import scene_of
 from pipefit.draw.slots import stays_of
 from pipefit.errors import PipefitError
 from pipefit.ir import Op
-from pipefit.ir.op import OP_SPEC
+from pipefit.ir.op import OP_SPEC, Reduction
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
 
@@ -79,6 +79,13 @@ SPILLED = [
 ]
 
 
+SHARED = [
+    ("breadth-first", (2, 4, 2), {"replicas": (2,), "shard": "weights", "latency": 0.25}),
+    ("interleaved", (2, 4, 4), {"replicas": (2,), "shard": "gradients", "latency": 0.1}),
+    ("1f1b", (2, 6), {"replicas": (2, 1), "shard": "optimizer", "latency": 0.5}),
+]
+
+
 def spilled_timeline(name, shape, options):
     timeline = draw(name, *shape, **{key: value for key, value in options.items() if key != "on_host"}).timeline
     if "on_host" not in options:
@@ -88,15 +95,17 @@ def spilled_timeline(name, shape, options):
     return simulate(program, unit(program.header, 1, 2), rendezvous=False)
 
 
-@pytest.mark.parametrize(("name", "shape", "options"), SPILLED)
+@pytest.mark.parametrize(("name", "shape", "options"), SPILLED + SHARED)
 def test_the_copies_in_the_page_come_back_as_the_bars_they_were_made_from(name, shape, options):
     scene = scene_of(spilled_timeline(name, shape, options))
     data = json.loads(to_text("x", scene))
     found = reasons(scene)
     assert [reason for _, reason in boxes_in(data)] == found[: len(scene.boxes)]
     copies = bars_in(data)
-    in_lanes = (Op.FETCH, Op.EVICT, Op.HOST_STEP)
-    assert len(copies) == len(scene.bars) == sum(i.op in in_lanes for _, _, i in scene.timeline.program)
+    in_lanes = (Op.FETCH, Op.EVICT, Op.HOST_STEP, Op.UNSHARD)
+    joining = (Reduction.SCATTER, Reduction.SHARDS)
+    moved = sum(i.op in in_lanes or i.kind in joining for _, _, i in scene.timeline.program)
+    assert len(copies) == len(scene.bars) == moved
     for (bar, reason), drawn, why in zip(copies, scene.bars, found[len(scene.boxes) :], strict=True):
         assert (bar.rank, bar.lane, bar.short, bar.mb) == (drawn.rank, drawn.lane, drawn.short, drawn.mb)
         assert (bar.start_s, bar.end_s) == pytest.approx((drawn.start_s, drawn.end_s), abs=1e-5)
@@ -104,7 +113,7 @@ def test_the_copies_in_the_page_come_back_as_the_bars_they_were_made_from(name, 
         assert reason.waited_s == pytest.approx(why.waited_s, abs=1e-5)
 
 
-@pytest.mark.parametrize(("name", "shape", "options"), SPILLED)
+@pytest.mark.parametrize(("name", "shape", "options"), SPILLED + SHARED)
 def test_what_something_waited_for_was_over_when_it_began(name, shape, options):
     scene = scene_of(spilled_timeline(name, shape, options))
     for item, reason in zip(scene.items, reasons(scene), strict=True):
@@ -124,6 +133,17 @@ def test_a_forward_waits_for_its_weights_and_a_fetch_for_its_slot():
     assert found["fetch", "w2"] == (Why.RANK, "F0.3")  # the last use of what was in its slot
     assert found["fetch", "o2"] == (Why.COPY, "o3")
     assert found["evict", "w3"] == (Why.LANE, "o3")
+
+
+def test_a_forward_waits_for_the_parts_of_its_weights_and_a_step_for_the_sum_of_its_gradients():
+    name, shape, options = SHARED[0]
+    scene = scene_of(draw(name, *shape, **options).timeline)
+    found: dict[tuple[str, str], tuple[Why, str]] = {}
+    for item, why in zip(scene.items, reasons(scene), strict=True):
+        found.setdefault((item.lane or item.letter, item.short), (why.why, scene.items[why.item].short))
+    assert found["F", "F0.0"] == (Why.COPY, "w0")
+    assert found["sum", "g2"] == (Why.RANK, "B2.2")
+    assert found["S", "S0"] == (Why.REDUCTION, "g0")
 
 
 @pytest.mark.parametrize(("name", "shape", "options"), SPILLED)
@@ -229,10 +249,15 @@ def test_the_address_restores_a_page_and_the_saved_picture_needs_no_style_sheet(
         (("spilled", 4, 4), ["Right"], "it waited for the weights of stage 0 to arrive"),
         (("spilled", 4, 4), ["Right", "Down"], "fetch w1</b> brings the weights of stage 1 from the host"),
         (("spilled", 4, 4), ["Right", "Down"], "its lane was busy with fetch w0"),
+        (SHARED[0], ["Right"], "it waited for the weights of stage 0 to be joined"),
+        (SHARED[0], ["Right", "Down"], "gather w0</b> joins the weights of stage 0 from the parts of its copies"),
     ],
 )
 def test_a_browser_draws_every_item_of_the_page_and_tells_why_one_waited(drawing, keys, told, tmp_path):
-    timeline = draw(*drawing).timeline
+    shape, options = drawing, {}
+    if isinstance(drawing[-1], dict):
+        shape, options = (drawing[0], *drawing[1]), drawing[2]
+    timeline = draw(*shape, **options).timeline
     press = f"for (const key of {['Arrow' + key for key in keys]}) document.querySelector('.scroll').dispatchEvent("
     press += "new KeyboardEvent('keydown', {key, bubbles: true}));"
     page = shown(html(timeline), press, tmp_path)

@@ -54,6 +54,22 @@ def test_places_and_widths_are_proportional_to_times():
         assert width + 1 == pytest.approx(scale * (event.end_s - event.start_s), abs=0.02)
 
 
+def test_shared_weights_are_gathered_and_gradients_summed_in_lanes_below_their_rank():
+    shape = Shape(2, 4, 2, replicas=(2,), shard="weights")
+    picture = svg(timeline_of("breadth-first", shape, latency=0.25))
+    root = ElementTree.fromstring(picture)
+    for lane in ("gather", "sum"):
+        drawn = [
+            item
+            for item in root.iter(f"{SVG}rect")
+            if item.get("class") == lane and item.find(f"{SVG}title") is not None
+        ]
+        assert len(drawn) == 8
+        assert len({item.get("y") for item in drawn}) == 4
+    assert "unshard s0 w0" in picture and "reduce s0 w0 scatter" in picture
+    assert 'class="gather"' not in svg(timeline_of("1f1b", Shape(2, 4, replicas=(2,))))
+
+
 def test_a_title_is_escaped_and_the_text_stays_well_formed():
     picture = svg(timeline_of("gpipe", Shape(2, 2)), title='<script>alert("x")</script> & more')
     root = ElementTree.fromstring(picture)

@@ -13,7 +13,7 @@ from pipefit.runtime import notes
 from pipefit.runtime import repairs as module
 from pipefit.runtime.faults import noted
 from pipefit.runtime.progress import Progress
-from pipefit.runtime.repairs import CAN, CANNOT, WORDS, InterruptedUnitError, Loss, Repairs
+from pipefit.runtime.repairs import CAN, CANNOT, REPAIR, WORDS, InterruptedUnitError, Loss, Repairs
 from pipefit.runtime.session import Session
 from pipefit.runtime.survivors import Survivors
 
@@ -267,3 +267,11 @@ def test_a_rank_that_loses_another_one_while_all_meet_again_lets_the_launcher_na
     assert isinstance(found[0], CommunicationError)
     assert ranks.survivors.why_not == ["a rank was lost while the others met again"]
     assert ranks.survivors.faults == 1 and not ranks.survivors.undone
+
+
+def test_a_run_that_may_not_be_repaired_says_so(tmp_path, monkeypatch):
+    """The reason was that the training had not begun, after any step."""
+    monkeypatch.setenv(REPAIR, "0")
+    survivors = Survivors([None] * 2, Pipe(), tmp_path, 0, 2, 60.0)
+    assert not survivors.lose({1: ("died", -9)}, ["rank 1 died"], set())
+    assert survivors.why_not == ["PIPEFIT_REPAIR is 0"]

@@ -184,7 +184,9 @@ class Starts:
         None, "CPU threads of each rank; default: the cores shared among them.", typed=Threads
     )
     recover: int = setting(
-        0, "Times that the ranks are started again, and resume, after one has died or hung.", typed=Count
+        0,
+        "Times that the run goes on after a rank has died or hung: without it, or all are started again.",
+        typed=Count,
     )
     min_ranks: int | None = setting(
         None, "Ranks with which to continue if one cannot be started again; default: all.", least=1

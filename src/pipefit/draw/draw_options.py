@@ -8,6 +8,7 @@ from typing import Literal
 
 from pipefit.cost.unit_costs import UnitCosts
 from pipefit.spec.options import Checked, setting
+from pipefit.spec.plan import Shard
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class DrawOptions(UnitCosts, Checked):
 
     num_steps: int | None = setting(None, "Weight updates to draw.", "--steps", least=1)
     replicas: Sequence[int] = setting((), "Copies of each stage, such as 2,1.", typed="numbers")
+    shard: Shard = setting("none", "What the copies of each stage share: each includes those before it.")
     stage_work: Sequence[float] = setting(
         (), "Cost of each stage in --forward and --backward, such as 2,1.", typed="figures"
     )

@@ -173,6 +173,7 @@ def drawing_by(
         num_chunks=num_chunks,
         num_steps=steps,
         replicas=tuple(asked.replicas),
+        shard=asked.shard,
         recompute=_replayed(asked.recompute),
         options=dict(options),
     )

@@ -23,10 +23,11 @@ def encode_scene(name: str, scene: Scene) -> JsonObject:
 
     `ranks[r]` has, for each box of rank r: letter, chunk, micro-batch, version, ticks since the end of the previous
     one, its length in ticks, the reason of its wait, and the distance in items to the one it waited for. A tick is
-    `tick` seconds. Copies come after all boxes in this count. A program that spills also has `lanes` below the
-    computation and, by rank, the `copies` in them: lane, moved kind (none for a step on the host), stage, micro-batch,
-    ticks at its start, of its length and of its wait, reason and distance of the wait; and the contents of each of its
-    `slots`: kind, number, then stage, start and length of each stay.
+    `tick` seconds. Copies come after all boxes in this count. A program that spills, or whose copies of a stage share
+    something, also has `lanes` below the computation and, by rank, the `copies` in them: lane, moved kind (none for a
+    step on the host), stage, micro-batch, ticks at its start, of its length and of its wait, reason and distance of the
+    wait. One that spills has the contents of each of its `slots`: kind, number, then stage, start and length of each
+    stay.
     """
     facts = scene.facts
     found = reasons(scene)
@@ -34,9 +35,11 @@ def encode_scene(name: str, scene: Scene) -> JsonObject:
     kept = {}
     if any(facts.kept_inputs):
         kept = {"kept": list(facts.kept_inputs)}
-    spilled = {}
+    moved = {}
+    if scene.bars:
+        moved = _moved(scene, found, tick)
     if facts.slots:
-        spilled = _spilled(scene, found, tick)
+        moved |= _slots(scene, tick)
     return {
         "name": name,
         "p": scene.num_ranks,
@@ -57,13 +60,11 @@ def encode_scene(name: str, scene: Scene) -> JsonObject:
         "bytes": [format_bytes(size) for size in facts.peak_bytes],
         "stages": [list(stages) for stages in scene.stages],
         "ranks": [_row(scene, rank, found, tick) for rank in range(scene.num_ranks)],
-        **spilled,
+        **moved,
     }
 
 
-def _spilled(scene: Scene, found: list[Reason], tick: float) -> JsonObject:
-    spill = scene.timeline.program.header.spill
-    assert spill is not None
+def _moved(scene: Scene, found: list[Reason], tick: float) -> JsonObject:
     copies: list[list[int]] = [[] for _ in scene.stages]
     for number, bar in enumerate(scene.bars, len(scene.boxes)):
         lane = scene.lanes.index(bar.lane)
@@ -71,6 +72,12 @@ def _spilled(scene: Scene, found: list[Reason], tick: float) -> JsonObject:
         waited = round(found[number].waited_s / tick)
         copies[bar.rank] += (lane, kind, bar.stage, bar.mb, *_ticks(bar, tick), waited)
         copies[bar.rank] += _why(number, found[number])
+    return {"lanes": list(scene.lanes), "copies": copies}
+
+
+def _slots(scene: Scene, tick: float) -> JsonObject:
+    spill = scene.timeline.program.header.spill
+    assert spill is not None
     stays: list[dict[tuple[str, int], list[int]]] = [{} for _ in scene.stages]
     for stay in stays_of(scene):
         place = (stay.kind, stay.slot)
@@ -79,8 +86,6 @@ def _spilled(scene: Scene, found: list[Reason], tick: float) -> JsonObject:
     return {
         "s": spill.weights_slots,
         "tier": spill.tier,
-        "lanes": list(scene.lanes),
-        "copies": copies,
         "slots": [list(rows.values()) for rows in stays],
     }
 

@@ -85,8 +85,7 @@ def _columns(scene: Scene, room: int) -> _Columns:
     """The shortest cell gets a whole number of columns where that fits, so that equal cells look equal."""
     makespan = scene.facts.makespan_s or 1.0
     unit = min((box.duration_s for box in scene.cells), default=1.0)
-    several = scene.facts.num_chunks > 1
-    longest = max((len(_label(box, several)) for box in scene.cells), default=1)
+    longest = max((len(_label(box, scene)) for box in scene.cells), default=1)
     per_second = max(room, 10) / makespan
     each = 0
     for count in range(longest + 1, 0, -1):
@@ -112,7 +111,7 @@ def _row(scene: Scene, rank: int, columns: _Columns, paint: Paint) -> str:
 
 
 def _copy_rows(scene: Scene, rank: int, columns: _Columns, gutter: int) -> list[str]:
-    """A line for each lane of copies and of steps on the host; one too short for a column is left out."""
+    """A line for each lane of copies and of steps on the host; what is too short for a column is left out."""
     lines = []
     for lane in scene.lanes:
         row = [_IDLE] * columns.length
@@ -126,8 +125,9 @@ def _copy_rows(scene: Scene, rank: int, columns: _Columns, gutter: int) -> list[
             if len(label) > room:
                 label = label[0] * room
             row[start:end] = _filled(label, room)
-        name = f" {lane}".ljust(gutter)
-        lines.append(name + "".join(row))
+        if set(row) != {_IDLE}:
+            name = f" {lane}".ljust(gutter)
+            lines.append(name + "".join(row))
     return lines
 
 
@@ -165,8 +165,8 @@ def _owners(boxes: list[Box], columns: _Columns) -> list[Box | None]:
     return owners
 
 
-def _label(box: Box, several: bool) -> str:
-    if several:
+def _label(box: Box, scene: Scene) -> str:
+    if scene.facts.num_chunks > 1:
         return box.short
     return f"{box.letter}{box.mb}"
 
@@ -174,7 +174,7 @@ def _label(box: Box, several: bool) -> str:
 def _text(box: Box, room: int, scene: Scene, columns: _Columns) -> str:
     """A cell: its label, then a line up to its end, so that long cells show where they begin."""
     if columns.labelled:
-        return _filled(_label(box, scene.facts.num_chunks > 1), room)
+        return _filled(_label(box, scene), room)
     rest = box.letter
     if columns.exact:
         rest = _LINE

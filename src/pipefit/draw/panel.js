@@ -43,7 +43,7 @@ class Panel {
     this.items = itemsOf(entry);
     this.slots = slotsOf(entry);
     // Below a rank's cells lie its lanes of copies, and below those what is in each slot.
-    this.tall = CELL + GAP + (entry.copies ? 4 + entry.lanes.length * LANE + 3 + Math.max(...this.slots.map(own => own.length)) * SLOT + 6 : 0);
+    this.tall = CELL + GAP + (entry.copies ? 4 + entry.lanes.length * LANE + 3 + Math.max(0, ...this.slots.map(own => own.length)) * SLOT + 6 : 0);
     this.heldTop = this.tall - GAP + 2;
     if (state.memory) this.tall += HELD;
     this.selected = -1;
@@ -311,13 +311,15 @@ class Panel {
     const item = this.items[this.selected], entry = this.entry;
     if (!item) {
       this.detail.textContent = words || (state.critical ? this.path()
-        : `Rest on an instruction${entry.copies ? ", a copy or a slot" : ""}, or step through them with the arrow keys.`);
+        : `Rest on an instruction${entry.s ? ", a copy or a slot" : entry.copies ? " or a copy" : ""}, or step through them with the arrow keys.`);
       return;
     }
     const what = tag("b", "", short(item)), batch = item.mb >= 0 ? `, micro-batch ${item.mb}` : "";
     const moved = item.copy && `the ${MOVED[item.what][1]} of stage ${item.stage}${batch}`;
     const where = item.copy === "host" ? ` takes ${moved}, where the states stay: `
       : item.copy === "evict" ? ` takes ${moved} from rank ${item.rank} to the ${entry.tier}: `
+      : item.copy === "gather" ? ` joins ${moved} from the parts of its copies, on rank ${item.rank}: `
+      : item.copy === "sum" ? ` sums ${moved} over its copies, for the part of rank ${item.rank}: `
       : item.copy ? ` brings ${moved} from the ${entry.tier} to rank ${item.rank}: `
       : ` ${families[item.letter]} of stage ${item.stage}${batch}, with weights ${item.version}, on rank ${item.rank}: `;
     const when = `${time(entry, item.start)} to ${time(entry, item.end)} (${time(entry, item.end - item.start)}). `;
@@ -339,14 +341,14 @@ class Panel {
     if (!by) return waited + ": nothing came before it.";
     const sender = `${short(by)} on rank ${by.rank}`, kind = WHY[box.why];
     if (kind === "message") return `${waited}: it waited for the message of ${sender}.`;
-    if (kind === "reduction") return `${waited}: it waited for the reduction after ${sender}.`;
-    if (kind === "copy") return `${waited}: it waited for ${this.copyWords(by)}.`;
+    if (kind === "reduction" && by.copy !== "sum") return `${waited}: it waited for the reduction after ${sender}.`;
+    if (kind === "copy" || kind === "reduction") return `${waited}: it waited for ${this.copyWords(by)}.`;
     return idle ? `${waited} after ${short(by)}.` : `It started as soon as the rank had finished ${short(by)}.`;
   }
 
   copyWords(by) {
     if (!by.copy) return `a copy after ${short(by)}`;
-    return `the ${MOVED[by.what][1]} of stage ${by.stage}` + {fetch: " to arrive", evict: " to leave", host: " on the host"}[by.copy];
+    return `the ${MOVED[by.what][1]} of stage ${by.stage}` + {fetch: " to arrive", evict: " to leave", host: " on the host", gather: " to be joined", sum: " to be summed"}[by.copy];
   }
 
   whyCopy(copy) {
@@ -359,7 +361,7 @@ class Panel {
       return `${waited}: ${room ? "its slot was free only after" : "it needed"} ${short(by)}.`;
     }
     if (kind === "message" || kind === "reduction") return `${waited}: it needed the ${kind} after ${short(by)}.`;
-    return `${waited}: the rank came to it after ${short(by)}.`;
+    return `${waited}: ${by.rank === copy.rank ? "the rank" : `rank ${by.rank}`} came to it after ${short(by)}.`;
   }
 
   // -------------------------------------------------------------------------------------------------------- the keys

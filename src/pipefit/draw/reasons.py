@@ -1,6 +1,6 @@
 """Reasons why each item of a scene started when it did: `timeline.path`, followed back to an item.
 
-The items are the boxes and, where a program spills, its copies and steps on the host.
+The items are the boxes, and the copies and steps on the host in the lanes below them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,14 @@ class Reason(NamedTuple):
     waited_s: float = 0.0
 
 
-_WHY = {"message": Why.MESSAGE, "reduction": Why.REDUCTION, "copy": Why.COPY, "lane": Why.LANE}
+_WHY = {
+    "message": Why.MESSAGE,
+    "reduction": Why.REDUCTION,
+    "copy": Why.COPY,
+    "gather": Why.COPY,
+    "lane": Why.LANE,
+    "link": Why.LANE,
+}
 
 
 def reasons(scene: Scene) -> list[Reason]:
@@ -50,7 +57,8 @@ def _reason(timeline: Timeline, event: Event, numbers: dict[tuple[int, int, int]
     why = Why.START
     current = event
     waited_s = 0.0
-    # Loads, losses, messages and drops are not items: the reason is the item that they waited for.
+    # Loads, losses, messages and drops are not items, and the members of a collective end together: the reason is the
+    # item that they waited for.
     for _ in timeline.events:
         wait = waited_for(timeline, current)
         if current is event and timeline.lane(event) is not Lane.COMPUTE:
@@ -61,6 +69,6 @@ def _reason(timeline: Timeline, event: Event, numbers: dict[tuple[int, int, int]
             why = _WHY.get(wait.reason, Why.RANK)
         current = wait.by
         number = numbers.get((current.rank, current.repeat, current.position))
-        if number is not None:
+        if number is not None and wait.reason != "member":
             return Reason(why, number, waited_s)
     return Reason(Why.START, -1)

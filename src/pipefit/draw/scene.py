@@ -10,15 +10,20 @@ from typing import NamedTuple
 
 from pipefit.ir.instruction import Indices, Instruction
 from pipefit.ir.liveness import kept_inputs, peak_inflight, weight_versions
-from pipefit.ir.op import OP_SPEC, Op
+from pipefit.ir.op import OP_SPEC, Op, Reduction
 from pipefit.ir.program import Header, WeightRule
 from pipefit.timeline import Timeline
+from pipefit.timeline.path import waited_for
 from pipefit.units import counted
 
-SPILL_LANES = ("fetch", "evict", "host")
-"""The lanes below a rank whose stages are spilled, in the order in which they are drawn; the last one has the
-optimizer's steps on the host."""
-_LANE_OF = dict(zip((Op.FETCH, Op.EVICT, Op.HOST_STEP), SPILL_LANES, strict=True))
+LANES = ("fetch", "evict", "host", "gather", "sum")
+"""The lanes below a rank, in the order in which they are drawn: three where stages are spilled, of which the last one
+has the optimizer's steps on the host, and two where copies of a stage share something."""
+_LANE_OF: dict[str, str] = dict(
+    zip((Op.FETCH, Op.EVICT, Op.HOST_STEP, Op.UNSHARD, Reduction.SCATTER), LANES, strict=True)
+)
+_LANE_OF[Reduction.SHARDS] = "gather"
+_JOINED = {"gather": "weights", "sum": "wgrad"}
 
 
 _MOVED = {"weights": "w", "optim": "o", "wgrad": "g"}
@@ -29,8 +34,9 @@ COPIED = {"w": "weights", "o": "optimizer states", "g": "gradients", "a": "activ
 class Box(NamedTuple):
     """An instruction that takes time on a rank and has a letter; times count from the start of the timeline.
 
-    A bar is a box in one of `SPILL_LANES`: a copy of `what` ("weights", "optim", …) between device and tier,
-    or a step on the host. `mb` of a copy is the micro-batch of activations.
+    A bar is a box in one of `LANES`: a copy of `what` ("weights", "optim", …) between device and tier, or between the
+    copies of a stage from when the last of them has come to it, or a step on the host. `mb` of a copy is the
+    micro-batch of activations.
     """
 
     rank: int
@@ -93,7 +99,7 @@ class Scene:
     Attributes:
         timeline: that is drawn.
         boxes: all boxes by rank, then in time; a box's number is its place here.
-        bars: copies and steps on the host, where stages are spilled: by rank, lane and time.
+        bars: copies and steps on the host, where stages are spilled or shared: by rank, lane and time.
         first: number of each rank's first box, and at the end how many there are.
         stages: the stages of each rank.
         facts: the caption.
@@ -119,13 +125,9 @@ class Scene:
 
     @cached_property
     def lanes(self) -> tuple[str, ...]:
-        """The lanes below each rank, where stages are spilled."""
+        """The lanes below each rank."""
         used = {bar.lane for bar in self.bars}
-        if "host" in used:
-            return SPILL_LANES
-        if used:
-            return SPILL_LANES[:2]
-        return ()
+        return tuple(lane for lane in LANES if lane in used)
 
     @property
     def cells(self) -> list[Box]:
@@ -152,12 +154,17 @@ class Scene:
         return all(held == (rank,) for rank, held in enumerate(self.stages))
 
 
-def _letter(i: Instruction, lane: str) -> str:
+def _letter(i: Instruction, lane: str, what: str) -> str:
     if lane == "host":
         return "S"
     if lane:
-        return _MOVED.get(i.kind, "a")
+        return _MOVED.get(what, "a")
     return OP_SPEC[i.op].letter
+
+
+def _within(timeline: Timeline, time_s: float) -> float:
+    """A time from the start of a timeline on; what joins weights may begin before it and end after it."""
+    return min(max(time_s, timeline.start_s), timeline.end_s) - timeline.start_s
 
 
 def scene_of(timeline: Timeline, seconds: bool | None = None, scale_s: float = 0.0) -> Scene:
@@ -169,7 +176,6 @@ def scene_of(timeline: Timeline, seconds: bool | None = None, scale_s: float = 0
         scale_s: makespan of a picture next to it, for one unit in both.
     """
     program = timeline.program
-    zero = timeline.start_s
     stages = tuple(map(program.header.stages_of, range(len(program.ranks))))
     chunk_of = [{stage: chunk for chunk, stage in enumerate(held)} for held in stages]
     boxes = []
@@ -177,11 +183,15 @@ def scene_of(timeline: Timeline, seconds: bool | None = None, scale_s: float = 0
     for event in timeline.events:
         i = timeline.instruction(event)
         rank = event.rank
-        lane = _LANE_OF.get(i.op, "")
-        letter = _letter(i, lane)
+        lane = _LANE_OF.get(i.op, "") or _LANE_OF.get(i.kind, "")
+        what = _JOINED.get(lane, i.kind)
+        letter = _letter(i, lane, what)
         if not letter:
             continue
         chunk = chunk_of[rank].get(i.stage, 0)
+        start_s = event.start_s
+        if lane in _JOINED:
+            start_s += waited_for(timeline, event).waited_s
         box = Box(
             rank,
             event.position,
@@ -191,16 +201,15 @@ def scene_of(timeline: Timeline, seconds: bool | None = None, scale_s: float = 0
             i.mb,
             i.version,
             chunk,
-            event.start_s - zero,
-            event.end_s - zero,
+            _within(timeline, start_s),
+            _within(timeline, event.end_s),
             lane,
         )
         if lane:
-            bars.append(box._replace(what=i.kind))
+            bars.append(box._replace(what=what))
         else:
             boxes.append(box)
-    boxes.sort(key=attrgetter("rank", "repeat", "position"))
-    bars.sort(key=lambda bar: (bar.rank, SPILL_LANES.index(bar.lane), bar.start_s, bar.position))
+    bars.sort(key=lambda bar: (bar.rank, LANES.index(bar.lane), bar.start_s, bar.position))
     first = [bisect_left(boxes, rank, key=attrgetter("rank")) for rank in range(len(stages) + 1)]
     if seconds is None:
         seconds = timeline.source == "measured"

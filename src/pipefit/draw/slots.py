@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import NamedTuple
 
 from pipefit.draw.scene import Scene
@@ -29,7 +28,7 @@ def stays_of(scene: Scene) -> list[Stay]:
     found = []
     held = {}
     newest = {}
-    for event in sorted(timeline.events, key=attrgetter("rank", "repeat", "position")):
+    for event in timeline.events:
         i = timeline.instruction(event)
         op = i.op
         rank = event.rank

@@ -69,7 +69,7 @@ def svg(
         parts += _row(scene, plan, rank)
     if follow is not None:
         parts += arrows(scene, plan, follow)
-    parts += [*_spilled(scene, plan), *_launches(scene, plan), *_curves(scene, plan), *_memory(scene, plan)]
+    parts += [*_moved(scene, plan), *_launches(scene, plan), *_curves(scene, plan), *_memory(scene, plan)]
     parts += [*_legend(plan), "</svg>"]
     return "\n".join(parts) + "\n"
 
@@ -194,12 +194,12 @@ def _cell(box: Box, scene: Scene, plan: Layout, y: float) -> Iterator[str]:
         yield _text(f"{name} v", middle, y + 0.83 * height, version, small)
 
 
-def _spilled(scene: Scene, plan: Layout) -> Iterator[str]:
+def _moved(scene: Scene, plan: Layout) -> Iterator[str]:
     """The lanes of copies and of steps on the host."""
     for rank, (number, lane) in product(range(scene.num_ranks), enumerate(scene.lanes)):
         yield from _lane(plan, plan.lane_y(rank, number), lane)
     size = 8.5
-    for bar in sorted(scene.bars, key=lambda bar: bar.lane == "host"):
+    for bar in scene.bars:
         own = scene.timeline.program.ranks[bar.rank]
         words = escape(str(own[bar.position]))
         x = plan.x(bar.start_s)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pipefit.draw.caption import stages_words
 from pipefit.draw.look import FAMILIES
-from pipefit.draw.scene import COPIED, SPILL_LANES, Scene
+from pipefit.draw.scene import COPIED, Scene
 
 MARGIN = 24
 BAR_HEIGHT = 11
@@ -37,7 +37,7 @@ class Layout:
 
     Attributes:
         scale: pixels per second.
-        num_lanes: lanes below each rank, where stages are spilled or a device computes; the last one has the launches.
+        num_lanes: lanes below each rank, as in the scene, or where a device computes; the last one has the launches.
         number_size: font size of the numbers in cells; 0 when they do not fit.
         version_size: font size of the weight versions below them.
         versions: whether cells are labelled with their weight version.
@@ -195,8 +195,9 @@ def _legend_items(scene: Scene, versions: bool, numbers: bool) -> Iterator[Item]
         yield Item(tuple(f"{letter}{chunk}" for chunk in range(many)), words, swatch)
     yield Item(("lane",), "idle")
     if scene.copied:
-        for lane in SPILL_LANES[:2]:
-            yield Item((lane,), lane, thin=True)
+        for lane in scene.lanes:
+            if lane != "host":
+                yield Item((lane,), lane, thin=True)
         copies = [f"{key} {name}" for key, name in COPIED.items() if key in scene.copied]
         yield Item((), "copies: " + ", ".join(copies))
     if numbers and versions:

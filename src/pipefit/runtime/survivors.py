@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -12,7 +13,7 @@ from typing import Any
 
 from pipefit.runtime.faults import note
 from pipefit.runtime.newcomers import Newcomers
-from pipefit.runtime.repairs import BACK, CAN, CANNOT, END, GO, HERE, HUNG, LOST
+from pipefit.runtime.repairs import BACK, CAN, CANNOT, END, GO, HERE, HUNG, LOST, REPAIR
 
 _log = logging.getLogger("pipefit.launch")
 
@@ -172,6 +173,8 @@ class Survivors:
             return "a rank was lost while the others met again"
         if self._has_ended or self.faults == self._most:
             return "the run may not recover once more"
+        if os.environ.get(REPAIR) == "0":
+            return f"{REPAIR} is 0"
         if not left or not ended.isdisjoint(left):
             return "another rank has ended"
         for process in left:

@@ -21,8 +21,8 @@ class Wait(NamedTuple):
     Attributes:
         reason: "start": nothing came before it; "rank": its rank was busy with `by`; "message", "reduction" or "copy":
             a value it needs arrived with `by`; "sender", "receiver" or "member": that side, `by`, issued it last;
-            "link": another message or reduction, `by`, was on the link or at the port; "lane": another copy, `by`, was
-            on the lane.
+            "link": another message or collective, `by`, was on the link, in the group or at the port; "lane": another
+            copy, `by`, was on the lane.
         by: the event that delayed it; None at the start.
         waited_s: idle seconds of the rank before it on the compute lane; otherwise seconds from its issuing to the
             end of the wait for `by`.
@@ -179,11 +179,12 @@ def _ahead_on_lane(timeline: Timeline, event: Event, ready: float) -> Event | No
 
 
 def _lanes(timeline: Timeline, event: Event) -> list[_Queue]:
-    """Resources that an event holds: a copy its lane, a message its link, and with a reduction its ports."""
+    """Resources that an event holds: a copy its lane, a message its link, a collective its group, both their ports."""
     i = timeline.instruction(event)
     if i.op in COPY_OPS:
         return [(event.rank, i.op, i.tier)]
     hops = []
+    found: list[_Queue] = []
     if i.op is Op.SEND:
         hops = [(event.rank, i.peer)]
     elif i.op is Op.RECV:
@@ -192,7 +193,7 @@ def _lanes(timeline: Timeline, event: Event) -> list[_Queue]:
         graph, number = _node(timeline, event)
         members = sorted(graph.ranks[side] for side in graph.sides(number))
         hops = list(zip(members, [*members[1:], members[0]], strict=True))
-    found: list[_Queue] = []
+        found.append((event.rank, *members))
     if "contention" in timeline.notes and i.op not in (Op.REDUCE, Op.UNSHARD):
         found += hops
     unit = int(timeline.notes.get("port_unit", 0))
