@@ -191,9 +191,7 @@ def test_widths_that_a_model_does_not_allow_are_named_with_their_run(run, messag
 
 def test_devices_that_share_a_layer_fill_their_servers():
     run = replace(run_of(tensor=3, devices=24), model="gpt:layers=8,hidden=1536,heads=24")
-    with pytest.raises(
-        PlanError, match="servers of 8 devices cannot have 24 in all, in groups of 3"
-    ):
+    with pytest.raises(PlanError, match="servers of 8 devices cannot have 24 in all, in groups of 3"):
         predict(run, MACHINE)
 
 
