@@ -80,6 +80,7 @@ def test_what_cannot_be_counted_is_refused_in_one_message(capsys, tmp_path):
         (["--model", str(FOLDER / "t5-base.json")], "give --sequence"),
         (["--model", str(FOLDER / "vit-base.json"), "--sequence", "12"], "takes no text"),
         (["--model", "transformers:AlbertModel", "--sequence", "8"], "has no list of blocks"),
+        (["--model", "transformers:CLIPModel", "--sequence", "8"], "CLIPModel cannot be counted: AttributeError"),
         ([*SMALL, "--sequence", "64", "--tensor", "4"], "this model was counted for 1, as its sizes allow"),
         (["--model", str(FOLDER / "vit-base.json"), "--option", "num_hidden_layers=2", "--tokens", "9"], "have none"),
         ([*SMALL, "--profile", "vgg16"], "expected --profile or --model"),

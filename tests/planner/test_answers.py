@@ -169,7 +169,7 @@ def test_data_parallelism_can_be_requested():
 
 def test_tensor_width_sends_four_sums_per_block():
     machine = load_topology("dgx-a100-8")
-    profile = read_profile(SMALL, machine, 1)
+    profile = read_profile(SMALL.replace("heads=4", "heads=8"), machine, 1)
     one, replays = (
         plan(profile, machine, global_batch=4, tensors=[8], depths=[1], recompute=again) for again in (False, True)
     )

@@ -177,6 +177,24 @@ def test_a_batch_that_cannot_be_split_is_named_with_its_run():
         predict(run_of(microbatch=3), MACHINE)
 
 
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (run_of(tensor=32, devices=32), "32 devices, .*: cannot be planned: tensor width 32: expected a divisor of 16"),
+        (run_of(tensor=1, depth=16), "16 devices, .*: cannot be planned: 16 stages need at least 16 layers"),
+    ],
+)
+def test_widths_that_a_model_does_not_allow_are_named_with_their_run(run, message):
+    with pytest.raises(PlanError, match=f"a run: {message}"):
+        predict(run, MACHINE)
+
+
+def test_devices_that_share_a_layer_fill_their_servers():
+    run = replace(run_of(tensor=3, devices=24), model="gpt:layers=8,hidden=1536,heads=24")
+    with pytest.raises(PlanError, match="servers of 8 devices cannot have 24 in all, in groups of 3"):
+        predict(run, MACHINE)
+
+
 def test_stages_of_equal_weights_have_fewer_blocks_next_to_a_large_table():
     """Each of both tables weighs as much as five of twelve blocks: stages have 1, 5, 5 and 1 of these, not 3 each."""
     model = "llama:layers=12,hidden=2048,heads=16,ffn=5632,vocab=125440,sequence=2048"
@@ -211,7 +229,7 @@ def test_a_file_is_read_line_by_line(tmp_path):
         (f'"MODEL",{"9" * 5000},2,2,1,1,256,none,1,3.5', "line 2: devices: expected a whole number from 1"),
         (f'"{"x" * 200_000}",16,2,2,1,1,256,none,1,3.5', r"runs\.csv: not CSV: field larger than field limit"),
         ('"MODEL",16,2,2,1,1,256,none,1,soon', "seconds: expected a number or nothing, got 'soon'"),
-        ('"MODEL",16,2,2,1,1,256,none,1,-1', "seconds: expected more than 0, got -1"),
+        ('"MODEL",16,2,2,1,1,256,none,1,-1', "seconds: expected a number from 1e-9 to 1e9, got -1"),
         (
             '"MODEL",16,1,2,1,1,256,full,1,1',
             "line 2: recompute: expected one of none, stage, layer, selective, got 'full'",

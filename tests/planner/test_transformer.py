@@ -256,9 +256,29 @@ def test_sizes_that_make_no_sense_are_refused(text, message):
         transformer_of(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "widths"),
+    [
+        ("gpt:layers=2,hidden=1600,heads=25", (1,)),
+        ("gpt:layers=2,hidden=2304,heads=24", (1, 2, 4, 8)),
+        ("llama:layers=2,hidden=1024,heads=16,kv_heads=4", (1, 2, 4)),
+        ("llama:layers=2,hidden=1024,heads=16,ffn=2050", (1, 2)),
+    ],
+)
+def test_devices_share_a_layer_only_where_its_heads_and_its_feed_forward_split_evenly(text, widths):
+    profile = transformer_profile(transformer_of(text))
+    assert space_of(problem_of(profile, load_topology("dgx-a100-8")), PlanOptions()).tensors == widths
+
+
+def test_a_width_that_heads_do_not_allow_is_refused_by_name():
+    model = transformer_of("llama:layers=2,hidden=1024,heads=16,kv_heads=4,ffn=4096")
+    with pytest.raises(ProfileError, match="tensor width 8: expected a divisor of 4 heads of keys, and of ffn"):
+        transformer_profile(model, tensor=8)
+
+
 def test_a_measured_gpt_may_be_shared_by_devices_as_one_by_its_sizes():
     """A profile that `pipefit profile` measured of the built-in model has its name, not its sizes as text."""
-    computed = gpt_profile(6, 256, 4, device=Device(flops=1e12))
+    computed = gpt_profile(6, 256, 16, device=Device(flops=1e12))
     measured = msgspec.structs.replace(computed, model="gpt(layers=6, hidden=256)", computed_for=None)
     other = msgspec.structs.replace(measured, model="resnet")
     widths = [

@@ -54,6 +54,7 @@ def count_of(source: ModelSource, machine: Topology, tensors: Sequence[int] | No
     """
     from pipefit.models.factory_options import parse_text
     from pipefit.models.hub import without_weights
+    from pipefit.planner.methods import powers_of_two
     from pipefit.profiling import count_model
 
     name = source.model or ""
@@ -68,7 +69,7 @@ def count_of(source: ModelSource, machine: Topology, tensors: Sequence[int] | No
         inner = machine.levels[0].width
         if machine.name.startswith("local:"):
             inner = 1
-        widths = [2**k for k in range(12) if 2**k <= inner]
+        widths = powers_of_two(inner)
     counted = count_model(make, tokens, widths, source.fp8)
     precision: str = source.dtype
     if source.fp8:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.options import Json, Machine, TomlFile
-from pipefit.errors import PipefitError
 from pipefit.units import columns
 
 if TYPE_CHECKING:
@@ -45,10 +44,8 @@ def command(
     for path in runs:
         if path.is_dir():
             every.append(run_of_folder(path))
-        elif path.is_file():
-            every += [run for run, _ in read_runs(path)]
         else:
-            raise PipefitError(f"{path}: expected a .csv file of measured runs, or the folder of a run; there is none")
+            every += [run for run, _ in read_runs(path)]
     timed = [run for run in every if run.seconds is not None]
     fitted = fit_machine(timed, load_topology(topology))
     if output:

@@ -109,8 +109,10 @@ def transformer_profile(
             free, and devices alike.
 
     Raises:
-        ProfileError: a device without FLOP/s.
+        ProfileError: a device without FLOP/s, or heads or a feed-forward that t devices cannot share.
     """
+    if not model.splits(tensor):
+        raise ProfileError(f"tensor width {tensor}: expected a divisor of {model.keys} heads of keys, and of ffn")
     device = device or Device(flops=312e12)
     made_for = _with_flops(device, bool(model.fp8))
     if isinstance(microbatch, int):

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from pipefit.errors import PlanError, ProfileError
+from pipefit.errors import PipefitError, PlanError, ProfileError
 from pipefit.planner.candidate import costs_of
 from pipefit.planner.computed_profile import transformer_profile
 from pipefit.planner.estimate import estimate
@@ -32,7 +32,7 @@ from pipefit.planner.machines import of_servers
 from pipefit.planner.methods import problem_of
 from pipefit.planner.reserved import reserved_bytes, visible_bytes
 from pipefit.planner.simulated import simulated
-from pipefit.planner.space import Config, positions
+from pipefit.planner.space import Config, groups_fit, positions
 from pipefit.planner.transformer import transformer_of
 from pipefit.spec import Device, Level, Topology
 from pipefit.spec.files import read_text
@@ -132,8 +132,8 @@ def _run(path: Path, number: int, line: dict[str, str]) -> MeasuredRun:
         seconds = float(line["seconds"]) if line["seconds"] else None
     except ValueError:
         raise ProfileError(f"{where}: seconds: expected a number or nothing, got {line['seconds']!r}") from None
-    if seconds is not None and not 0 < seconds < 1e9:
-        raise ProfileError(f"{where}: seconds: expected more than 0, got {seconds:g}")
+    if seconds is not None and not 1e-9 < seconds < 1e9:
+        raise ProfileError(f"{where}: seconds: expected a number from 1e-9 to 1e9, got {seconds:g}")
     if sizes["devices"] % (sizes["tensor"] * sizes["depth"]):
         raise ProfileError(
             f"{where}: {sizes['devices']} devices cannot be copies of tensor {sizes['tensor']} × depth {sizes['depth']}"
@@ -176,26 +176,29 @@ def predict(run: MeasuredRun, topology: Topology) -> Expected:
         topology: its servers and links; as many servers as the run has.
 
     Raises:
-        PlanError: the run cannot be planned so: its blocks or its batch cannot be split evenly, or its devices do not
-            fill the servers.
+        PlanError: the run cannot be planned so: its heads or its batch cannot be split evenly, it has fewer layers than
+            stages, or its devices do not fill the servers.
     """
-    machine = _of_size(topology, run)
-    model = transformer_of(run.model)
-    profile = transformer_profile(model, run.microbatch, machine.device, topology=machine)
+    try:
+        return _predict(run, _of_size(topology, run))
+    except PipefitError as problem:
+        raise PlanError(f"{run}: cannot be planned: {problem}") from None
+
+
+def _predict(run: MeasuredRun, machine: Topology) -> Expected:
+    profile = transformer_profile(transformer_of(run.model), run.microbatch, machine.device, topology=machine)
     problem = problem_of(profile, machine, run.batch)
     problem.blocking = True
     copies = run.devices // (run.tensor * run.depth)
     microbatches, rest = divmod(run.batch, run.microbatch * copies)
     if rest:
-        raise PlanError(f"{run}: cannot be planned: {copies} copies cannot share a batch of {run.batch} evenly")
+        raise PlanError(f"{copies} copies cannot share a batch of {run.batch} evenly")
     schedule = "1f1b"
     if run.depth == 1:
         schedule = "data-parallel"
     if run.chunks > 1:
         schedule = "interleaved"
-    shard: Shard = "none"
-    if copies > 1:
-        shard = run.shard
+    shard: Shard = run.shard if copies > 1 else "none"
     config = Config(
         schedule,
         copies,
@@ -213,7 +216,7 @@ def predict(run: MeasuredRun, topology: Topology) -> Expected:
     if found.partition is not None:
         winner = simulated(problem, found)
     if winner is None or winner.partition is None:
-        raise PlanError(f"{run}: cannot be planned: {found.why or 'the schedule does not have this shape'}")
+        raise PlanError(found.why or "the schedule does not have this shape")
     _, sizes = costs_of(problem, winner.config, winner.partition)
     standing = [0.0] * run.depth
     for stage, rank in enumerate(positions(winner.config)):
@@ -221,8 +224,8 @@ def predict(run: MeasuredRun, topology: Topology) -> Expected:
         if stage not in sizes.gathered:
             standing[rank] += sizes.weight_bytes[stage] + sizes.wgrad_bytes[stage]
     exchanging = sum(width > 1 for width in (run.tensor, run.depth, copies))
-    taken = [reserved_bytes(*each, exchanging) for each in zip(standing, winner.peak_bytes, strict=True)]
-    return Expected(winner.period_s, max(winner.peak_bytes), max(taken))
+    taken = max(reserved_bytes(*each, exchanging) for each in zip(standing, winner.peak_bytes, strict=True))
+    return Expected(winner.period_s, max(winner.peak_bytes), taken)
 
 
 def _of_size(topology: Topology, run: MeasuredRun) -> Topology:
@@ -230,10 +233,10 @@ def _of_size(topology: Topology, run: MeasuredRun) -> Topology:
     inner, *others = topology.levels
     width = min(inner.width, run.devices)
     servers, rest = divmod(run.devices, width)
-    if rest or (servers > 1 and not others):
-        raise PlanError(f"{run}: servers of {inner.width} devices cannot have {run.devices} in all")
-    roomy = msgspec.structs.replace(topology.device, memory_bytes=1e18)
-    return msgspec.structs.replace(of_servers(topology, width, servers), device=roomy)
+    sized = of_servers(topology, width, servers)
+    if rest or (servers > 1 and not others) or not groups_fit(sized, run.tensor):
+        raise PlanError(f"servers of {inner.width} devices cannot have {run.devices} in all, in groups of {run.tensor}")
+    return msgspec.structs.replace(sized, device=msgspec.structs.replace(topology.device, memory_bytes=1e18))
 
 
 def fits(expected: Expected, device: Device) -> bool:

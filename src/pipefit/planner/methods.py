@@ -16,6 +16,7 @@ from pipefit.planner.computed_profile import num_blocks
 from pipefit.planner.plan_options import ANY, PlanOptions
 from pipefit.planner.search import SearchResult, search, some_fit
 from pipefit.planner.space import Config, Problem, Space, configs
+from pipefit.planner.transformer import transformer_of
 from pipefit.schedules import find, names
 from pipefit.spec import Profile, Topology
 from pipefit.spec.options import AUTO
@@ -125,19 +126,25 @@ def _widths(problem: Problem, most: int) -> Indices:
         return (1,)
     if problem.profile.counted is not None:
         return tuple(width for width in problem.profile.counted.widths if width <= most)
-    return tuple(2**k for k in range(12) if 2**k <= most)
+    if problem.profile.computed_for is not None:
+        return tuple(filter(transformer_of(problem.profile.model).splits, powers_of_two(most)))
+    return powers_of_two(most)
+
+
+def powers_of_two(most: int) -> Indices:
+    """1, 2, 4 … up to `most`."""
+    return tuple(2**k for k in range(most.bit_length()))
 
 
 def _sizes(profile: Profile, wanted: Sequence[int] | None) -> Indices:
     """Micro-batch sizes to choose from: those given, or those whose times are known."""
     if wanted is not None:
         return tuple(sorted(set(wanted)))
-    powers = [2**k for k in range(12)]
     if profile.computed_for is not None:
-        return tuple(size for size in powers if size <= 16)
+        return powers_of_two(16)
     known = {profile.microbatch_size, *(other.microbatch_size for other in profile.others)}
     # Times that were not measured are not extrapolated: small micro-batches are slower than a proportional time.
-    between = {size for size in powers if min(known) <= size <= max(known)}
+    between = {size for size in powers_of_two(max(known)) if size >= min(known)}
     return tuple(sorted(known | between))
 
 

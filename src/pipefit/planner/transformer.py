@@ -96,6 +96,10 @@ class Transformer:
         if self.attention not in ATTENTION:
             raise ProfileError(f"attention: expected one of {', '.join(ATTENTION)}, got {self.attention}")
 
+    def splits(self, width: int) -> bool:
+        """Whether so many devices can share heads and feed-forward evenly."""
+        return self.keys % width == 0 == self.wide % width
+
     @property
     def keys(self) -> int:
         """Heads of keys and values."""

@@ -139,7 +139,7 @@ def count_whole(model: nn.Module, batch: Mapping[str, Tensor], counter: KernelCo
                 walk.begin([])
                 output = functional_call(model, walk.state, args, like(kwargs))
             walk.end(tensors_of(result(output)), "after")
-        except (RuntimeError, TypeError, ValueError) as problem:
+        except Exception as problem:
             walk.pause()
             raise ModelError(f"{kind} cannot be counted: {type(problem).__name__}: {problem}") from problem
     return walk.layers

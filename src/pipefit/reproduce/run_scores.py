@@ -12,7 +12,7 @@ from statistics import median
 
 from pipefit.draw.chart import chart
 from pipefit.planner.machines import load_topology
-from pipefit.planner.measured_runs import Expected, FittedMachine, MeasuredRun, fit_machine, fits, predict, read_runs
+from pipefit.planner.measured_runs import Expected, MeasuredRun, fit_machine, fits, predict, read_runs
 from pipefit.spec.files import JsonObject
 from pipefit.units import columns
 
@@ -84,12 +84,10 @@ class Published:
     Attributes:
         scores: a line for each collection and each set of constants.
         judged: by (collection, constants).
-        machines: fitted, by collection.
     """
 
     scores: tuple[Score, ...]
     judged: Mapping[tuple[str, str], Sequence[Judged]]
-    machines: Mapping[str, FittedMachine]
 
     @property
     def text(self) -> str:
@@ -141,20 +139,19 @@ def published_runs(on_collection: Callable[[str], None] | None = None) -> Publis
         collections[line["collection"]].append((run, line))
     scores = []
     judged: dict[tuple[str, str], Sequence[Judged]] = {}
-    machines: dict[str, FittedMachine] = {}
     for name, rows in collections.items():
         if on_collection is not None:
             on_collection(f"{name}: {len(rows)} runs")
         made = [Judged(run, _group(run), predict(run, load_topology(line["machine"]))) for run, line in rows]
         judged[name, "data sheet"] = made
         scores.append(_score(name, "data sheet", made))
-        timed = [(run, line) for run, line in rows if run.seconds is not None]
+        timed = [row for row in rows if row[0].seconds is not None]
         part = timed[::FITTED]
         if len(timed) < _FEWEST:
             continue
         if on_collection is not None:
             on_collection(f"{name}: a machine fitted to {len(part)} runs")
-        fitted = machines[name] = fit_machine([run for run, _ in part], load_topology(part[0][1]["machine"]))
+        fitted = fit_machine([run for run, _ in part], load_topology(part[0][1]["machine"]))
         # A run that was measured twice does not judge a fit to one of its measurements.
         chosen = {run.question() for run, _ in part}
         made = [
@@ -162,7 +159,7 @@ def published_runs(on_collection: Callable[[str], None] | None = None) -> Publis
         ]
         judged[name, "fitted"] = made
         scores.append(_score(name, "fitted", made))
-    return Published(tuple(scores), judged, machines)
+    return Published(tuple(scores), judged)
 
 
 def _group(run: MeasuredRun) -> str:
