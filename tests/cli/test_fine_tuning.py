@@ -10,7 +10,7 @@ from tests.tiny_models import llama_folder, save_model, save_tokenizer
 
 from pipefit.cli import main
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.usefixtures("small_probes"), pytest.mark.slow]
 
 USUAL = {"--steps": "6", "--batch": "4", "--lr": "1e-3", "--warmup": "0", "--transport": "local"}
 

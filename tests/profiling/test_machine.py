@@ -24,3 +24,9 @@ def test_other_programs_count_where_no_core_is_free(busy_s, idle_s, own_s, other
 def test_without_a_time_between_two_readings_nothing_is_known():
     now = CpuUse(1.0, 1.0, 1.0, 1.0)
     assert cores_of_others(now, now, 0.0) == 0.0
+
+
+def test_a_reading_of_this_machine_only_grows():
+    before, after = CpuUse.now(), CpuUse.now()
+    assert before is not None and after is not None
+    assert all(later >= earlier for earlier, later in zip(before, after, strict=True)) and before.busy_s > 0

@@ -94,9 +94,7 @@ def plan_of(problem: Problem, config: Config, partition: Partition, method: str 
 
 def program_for(problem: Problem, plan: Plan) -> Program:
     """The program of a candidate's plan, with the ties and the clipping that a cap must account for."""
-    cap = problem.cap
-    if cap is None:
-        return generate(plan.schedule, shape_of(plan))
+    cap = problem.capped
     return generate(plan.schedule, shape_of(plan, ties=cap.ties_of(plan.partition), clip=cap.clip))
 
 

@@ -19,6 +19,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
+from itertools import chain, repeat
 from pathlib import Path
 
 import msgspec
@@ -125,8 +126,7 @@ def _run(path: Path, number: int, line: dict[str, str]) -> MeasuredRun:
     for name in _NUMBERS:
         text = line[name] or ""
         if not re.fullmatch(r"0*[1-9][0-9]{0,8}", text):
-            got = text[:40]
-            raise ProfileError(f"{where}: {name}: expected a whole number from 1 to 999999999, got {got!r}")
+            raise ProfileError(f"{where}: {name}: expected a whole number from 1 to 999999999, got {text[:40]!r}")
         sizes[name] = int(text)
     try:
         seconds = float(line["seconds"]) if line["seconds"] else None
@@ -212,14 +212,21 @@ def _predict(run: MeasuredRun, machine: Topology) -> Expected:
         CUTS[run.cut],
     )
     found = estimate(problem, config)
+    partition = found.partition
     winner = None
-    if found.partition is not None:
+    if partition is not None:
         winner = simulated(problem, found)
+<<<<<<< HEAD
     if winner is None or winner.partition is None:
         raise PlanError(found.why or "the schedule does not have this shape")
     _, sizes = costs_of(problem, winner.config, winner.partition)
+=======
+    if partition is None or winner is None:
+        raise PlanError(f"{run}: cannot be planned: {found.why or 'the schedule does not have this shape'}")
+    _, sizes = costs_of(problem, config, partition)
+>>>>>>> h-citime
     standing = [0.0] * run.depth
-    for stage, rank in enumerate(positions(winner.config)):
+    for stage, rank in enumerate(positions(config)):
         standing[rank] += sizes.resident_bytes([stage])
         if stage not in sizes.gathered:
             standing[rank] += sizes.weight_bytes[stage] + sizes.wgrad_bytes[stage]
@@ -307,39 +314,38 @@ def fit_machine(runs: Sequence[MeasuredRun], topology: Topology) -> FittedMachin
     if not measured.all():
         raise ProfileError("expected runs with seconds; those that ran out of memory say nothing about speed")
 
-    def errors_at(factors: np.ndarray) -> np.ndarray:
-        machine = _changed(topology, factors)
-        return np.log([predict(run, machine).seconds for run in runs] / measured)
+    def errors_at(*points: np.ndarray) -> np.ndarray:
+        machines = [_changed(topology, factors) for factors in points]
+        # Run by run: its program serves all machines.
+        seconds = [[predict(run, machine).seconds for machine in machines] for run in runs]
+        return np.log(seconds / measured[:, None]).T
 
     found = np.zeros(count)
     weight = np.diag((_NOISE / np.array(_PRIORS[:count])) ** 2)
     for turn in range(_ROUNDS):
-        errors = errors_at(found)
-        if turn < _SLOPED:
-            moved = [errors_at(found + _STEP * unit) for unit in np.eye(count)]
+        further = found + _STEP * np.eye((turn < _SLOPED) * count, count)
+        errors, *moved = errors_at(found, *further)
+        if moved:
             slopes = (np.stack(moved, axis=1) - errors[:, None]) / _STEP
         trust = 1 / np.maximum(1.0, np.abs(errors - np.median(errors)) / _OUTLIER)
         normal = slopes.T @ (slopes * trust[:, None]) + weight
         change = np.linalg.solve(normal, slopes.T @ (trust * errors) + weight @ found)
-        found = found - change
+        found -= change
         if np.abs(change).max() < 1e-3:
             break
     inverse = np.linalg.inv(normal)
     leverage = trust * np.sum(slopes @ inverse * slopes, axis=1)
-    errors = errors_at(found) / (1 - leverage)
-    noise = max(float(np.sqrt(np.mean(errors**2))), _NOISE)
+    errors = errors_at(found)[0] / (1 - leverage)
+    noise = max(np.sqrt(np.mean(errors**2)), _NOISE)
     spread = noise * np.sqrt(np.diag(inverse))
-    constants = tuple(
-        Constant(name, *(float(np.exp(value)) for value in (each, each - 1.96 * wide, each + 1.96 * wide)))
-        for name, each, wide in zip(CONSTANTS, found, spread, strict=False)
-    )
-    return FittedMachine(_changed(topology, found), constants, tuple(map(float, np.expm1(errors))))
+    times = np.exp([found, found - 1.96 * spread, found + 1.96 * spread]).tolist()
+    constants = tuple(map(Constant, CONSTANTS, *times))
+    return FittedMachine(_changed(topology, found), constants, tuple(np.expm1(errors).tolist()))
 
 
 def _changed(topology: Topology, factors: np.ndarray) -> Topology:
     """The machine with constants times the exponentials of the factors, in the order of `CONSTANTS`."""
-    missing = len(CONSTANTS) - len(factors)
-    products, inner, memory, outer, kernel = map(float, np.exp(np.pad(factors, (0, missing))))
+    products, inner, memory, outer, kernel = np.exp(np.pad(factors, (0, len(CONSTANTS) - len(factors)))).tolist()
     device = topology.device
     changed = msgspec.structs.replace(
         device,
@@ -347,7 +353,7 @@ def _changed(topology: Topology, factors: np.ndarray) -> Topology:
         memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s * memory,
         kernel_s=device.kernel_s * kernel,
     )
-    levels = [_faster(topology.levels[0], inner), *(_faster(level, outer) for level in topology.levels[1:])]
+    levels = map(_faster, topology.levels, chain([inner], repeat(outer)))
     return msgspec.structs.replace(topology, device=changed, levels=tuple(levels))
 
 

@@ -11,19 +11,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from operator import add
 
 import msgspec
 
 from pipefit.cost import CostModel
 from pipefit.errors import ScheduleError
+from pipefit.ir import Program
 from pipefit.ir.instruction import Indices
 from pipefit.planner.bounds import crowded, reduction_of
 from pipefit.planner.candidate import Estimate, costs_of, plan_of, program_for
 from pipefit.planner.holdings import Small, filling, small_program
 from pipefit.planner.space import Config, Problem, least_of_copies, placement_for
 from pipefit.planner.spilled_candidates import peaks_of
-from pipefit.schedules import find, program_of
+from pipefit.schedules import Schedule, Shape, find, shape_of
 from pipefit.simulate import simulate
 from pipefit.spec import Plan
 from pipefit.spec.plan import Shard
@@ -78,7 +80,6 @@ def size_of(config: Config) -> int:
 
 def _under_cap(problem: Problem, estimated: Estimate, plan: Plan, cost: CostModel) -> Estimate | None:
     cap = problem.capped
-    config = estimated.config
     program = program_for(problem, plan)
     several = cap.num_ranks > 1
     once = simulate(program, cost, steps_only=not several)
@@ -88,7 +89,9 @@ def _under_cap(problem: Problem, estimated: Estimate, plan: Plan, cost: CostMode
         # A sent value is held until its simulated arrival.
         arrived = map(once.peak_bytes, range(cap.num_ranks))
         peaks = list(map(max, peaks, arrived))
-    found = replace(estimated, peak_bytes=tuple(peaks), step_s=step_s, period_s=step_s, size=_whole_size(config))
+    found = replace(
+        estimated, peak_bytes=tuple(peaks), step_s=step_s, period_s=step_s, size=_whole_size(estimated.config)
+    )
     if plan.spill is None:
         return found
     if max(peaks) > cap.device_bytes:
@@ -100,14 +103,25 @@ def _under_cap(problem: Problem, estimated: Estimate, plan: Plan, cost: CostMode
 
 def update_s(plan: Plan, timing: CostModel) -> tuple[float, float]:
     """Seconds of one update in isolation, and from update to update."""
-    if find(plan.schedule).is_synchronous:
-        # Ranks issue in order, so the first of two passes takes the same time as in isolation.
-        twice = simulate(program_of(plan), timing, repeats=2, steps_only=True, contention=crowded(timing))
-        first, second = twice.step_ends_s
-        return float(first - twice.start_s), float(second - first)
-    steps = max(4, -(-2 * len(plan.placement.ranks) // plan.num_microbatches))
-    steady = simulate(program_of(plan, num_steps=steps), timing, steps_only=True, contention=crowded(timing))
-    return float(steady.makespan_s) / steps, float(steady.period_s)
+    schedule = find(plan.schedule)
+    steps = 1
+    repeats = 2
+    if not schedule.is_synchronous:
+        repeats = 1
+        steps = max(4, -(-2 * len(plan.placement.ranks) // plan.num_microbatches))
+    program = _program(schedule, msgspec.msgpack.encode(shape_of(plan, num_steps=steps)))
+    # Ranks issue in order, so the first of two passes takes the same time as in isolation.
+    seen = simulate(program, timing, repeats=repeats, steps_only=True, contention=crowded(timing))
+    if repeats == 2:
+        first, second = seen.step_ends_s
+        return float(first - seen.start_s), float(second - first)
+    return float(seen.makespan_s) / steps, float(seen.period_s)
+
+
+@lru_cache(maxsize=4)
+def _program(schedule: Schedule, shape: bytes) -> Program:
+    """A program, kept with its graph: the next candidate may have the same shape."""
+    return schedule(msgspec.msgpack.decode(shape, type=Shape))
 
 
 def _counts(config: Config) -> tuple[int, int]:
@@ -132,29 +146,26 @@ def _tails(cost: CostModel, placement: Sequence[Indices]) -> list[float]:
         busy_s.update(dict.fromkeys(ports[-1], alone[-1]))
     tails = []
     for used, own_s in zip(ports, alone, strict=True):
-        shared = [busy_s[port] for port in used]
-        tails.append(max(shared, default=own_s))
+        tails.append(max((busy_s[port] for port in used), default=own_s))
     return tails
 
 
 def _extrapolated(config: Config, plan: Plan, timing: CostModel) -> float:
     ranks = placement_for(config).ranks
-    one_copy = timing
     shard: Shard = "none"
     if config.shares_gradients:
         # Two copies represent all: gathers and sums are a part of the program.
         shard = config.shard
         one_copy = replace(timing, copies=ranks)
     else:
-        tails = _tails(timing, ranks)
-        one_copy = replace(timing, step_s=tuple(map(add, timing.step_s, tails)))
+        one_copy = replace(timing, step_s=tuple(map(add, timing.step_s, _tails(timing, ranks))))
     if one_copy.speed:
         # One pipeline represents all copies, so it runs at the speed of the slowest.
         pace = least_of_copies(config, timing.speed)
         one_copy = replace(one_copy, speed=(*pace, *pace))
-    recompute = tuple(index for index, stage in enumerate(plan.partition.stages) if stage.is_replayed)
     schedule = find(config.schedule)
-    small = Small(schedule, config.depth, 0, config.chunks, recompute, frozen=plan.frozen, shard=shard)
+    recompute = (index for index, stage in enumerate(plan.partition.stages) if stage.is_replayed)
+    small = Small(schedule, config.depth, 0, config.chunks, tuple(recompute), frozen=plan.frozen, shard=shard)
 
     def time_s(count: int) -> float:
         program = small_program(small._replace(microbatches=count))
@@ -166,5 +177,4 @@ def _extrapolated(config: Config, plan: Plan, timing: CostModel) -> float:
     if few == many:
         return few_s
     many_s = time_s(many)
-    each_s = (many_s - few_s) / (many - few)
-    return many_s + (config.per_pipeline - many) * each_s
+    return many_s + (config.per_pipeline - many) * ((many_s - few_s) / (many - few))
