@@ -216,15 +216,9 @@ def _predict(run: MeasuredRun, machine: Topology) -> Expected:
     winner = None
     if partition is not None:
         winner = simulated(problem, found)
-<<<<<<< HEAD
-    if winner is None or winner.partition is None:
-        raise PlanError(found.why or "the schedule does not have this shape")
-    _, sizes = costs_of(problem, winner.config, winner.partition)
-=======
     if partition is None or winner is None:
-        raise PlanError(f"{run}: cannot be planned: {found.why or 'the schedule does not have this shape'}")
+        raise PlanError(found.why or "the schedule does not have this shape")
     _, sizes = costs_of(problem, config, partition)
->>>>>>> h-citime
     standing = [0.0] * run.depth
     for stage, rank in enumerate(positions(config)):
         standing[rank] += sizes.resident_bytes([stage])
