@@ -7,6 +7,7 @@ import torch.distributed as dist
 from tests.pipeline import rehearsal_jobs as jobs
 
 from pipefit.errors import PipefitError
+from pipefit.parallel import waiting
 from pipefit.pipeline.rehearsal import Rehearsed, rehearse
 from pipefit.runtime.launch import launch
 from pipefit.runtime.session import current
@@ -53,6 +54,14 @@ def test_bytes_of_an_update_are_those_of_the_run(count: int, shapes: list[dict[s
         for shape, (sent, inside) in zip(shapes, real[process], strict=True):
             found = rehearsed("gpt", shape, process, clip=1.0)
             assert (found.sent_bytes, found.inside_bytes) == (sent, inside), (shape, process)
+
+
+@pytest.mark.timeout(120)
+def test_a_rehearsal_ends_also_in_a_process_that_can_leave_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a run that can be repaired."""
+    found = rehearsed("gpt", {"num_ranks": 4, "replicas": (2, 2)}, 0)
+    monkeypatch.setattr(waiting, "can_leave", True)
+    assert rehearsed("gpt", {"num_ranks": 4, "replicas": (2, 2)}, 0).sent_bytes == found.sent_bytes
 
 
 @pytest.mark.parametrize("kind", ["norms", "convnet"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pipefit.errors import CommunicationError, PipefitError
+from pipefit.parallel import waiting
 from pipefit.runtime import notes
 from pipefit.runtime import repairs as module
 from pipefit.runtime.faults import noted
@@ -16,6 +17,12 @@ from pipefit.runtime.progress import Progress
 from pipefit.runtime.repairs import CAN, CANNOT, REPAIR, WORDS, InterruptedUnitError, Loss, Repairs
 from pipefit.runtime.session import Session
 from pipefit.runtime.survivors import Survivors
+
+
+@pytest.fixture(autouse=True)
+def _own_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks set it for their process, which is this one here."""
+    monkeypatch.setattr(waiting, "can_leave", False)
 
 
 class Ranks:

@@ -91,7 +91,7 @@ def _check(began: int) -> None:
 def _has_ended(work: Any) -> bool:
     """Waits for a collective for a moment; returns whether it has ended, in an error perhaps."""
     with contextlib.suppress(RuntimeError):
-        work.wait(_MOMENT)
+        return bool(work.wait(_MOMENT))
     return bool(work.is_completed())
 
 
