@@ -224,7 +224,7 @@ def release_run(engine: Engine) -> None:
     release(engine.mesh)
     for worker in engine.workers:
         if worker.spilling:
-            worker.spilling.tier.close()
+            worker.spilling.close()
         worker.let_go()
 
 

@@ -199,6 +199,12 @@ class Spilling:
         self._attach(Arena({}, {}, self.device))
         self.has_slots = False
 
+    def close(self) -> None:
+        """Ends all copies; the slots are freed when nobody has them any more."""
+        self.tier.close()
+        for store in self.stores.values():
+            store.let_go()
+
     def _attach(self, arena: Arena) -> None:
         self.arena = arena
         for store in self.stores.values():

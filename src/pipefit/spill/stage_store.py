@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +24,6 @@ from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.record_layout import Layout, absent
 from pipefit.stage.split import NamedLayer, joined
 from pipefit.stage.training import Training
-
-
-def _keep_in(keep: weakref.WeakMethod[Any], place: int, parameter: Tensor) -> None:
-    """A weight's hook, which no garbage collector sees through: it does not hold its store, and so the slots."""
-    kept = keep()
-    if kept is not None:
-        kept(place, parameter)
 
 
 class SpilledStore(Store):
@@ -118,10 +109,15 @@ class SpilledStore(Store):
         self._read: Copy | None = None
         self.masters: list[nn.Parameter] = []
         self.pieces: list[Piece] = []
-        keep = weakref.WeakMethod(self._keep)
-        for place, parameter in enumerate(self.summed):
-            hook = parameter.register_post_accumulate_grad_hook(partial(_keep_in, keep, place))
-            weakref.finalize(self, hook.remove)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._keep, place))
+            for place, parameter in enumerate(self.summed)
+        ]
+
+    def let_go(self) -> None:
+        """Takes its hooks from the weights, which would keep it and its slots in memory."""
+        for hook in self._hooks:
+            hook.remove()
 
     # ---- before the first program ----------------------------------------------------------------------------------
 
