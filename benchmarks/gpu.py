@@ -1,4 +1,4 @@
-"""Measures pipefit on one GPU: steps next to plain torch, memory under a cap, and a spilled run.
+"""Measures pipefit on one GPU: steps next to plain torch, memory next to its prediction and a cap, and a spilled run.
 
 Each part is a process of its own with a deadline, so a part that hangs or fails is a line of the report and no more.
 """

@@ -9,7 +9,8 @@ from tests.pipelines import grouped
 from torch import nn
 
 from pipefit import Pipeline, Spilled
-from pipefit.errors import ModelError
+from pipefit.errors import InfeasibleError, ModelError
+from pipefit.spill import rank
 
 KINDS = {
     "one stage": {"stages": 1},
@@ -68,3 +69,22 @@ def test_a_model_whose_weights_another_pipeline_keeps_is_refused():
     Pipeline(layers, **options).close()
     with pytest.raises(ModelError, match=r"^0\.weight has no memory: its numbers are with another Pipeline"):
         Pipeline(layers, loss=nn.functional.mse_loss, optimizer=momentum, microbatches=4)
+
+
+def test_a_frozen_weight_whose_numbers_share_one_memory_is_no_stand_in():
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    layers[0].bias = nn.Parameter(torch.ones(1).expand(8), requires_grad=False)
+    pipe = Pipeline(layers, loss=nn.functional.mse_loss, optimizer=momentum, microbatches=4)
+    assert pipe.step(*torch.randn(2, 8, 8)) > 0
+
+
+def test_a_pipeline_without_room_for_its_slots_leaves_no_hooks(monkeypatch):
+    def full(*sizes):
+        raise MemoryError("full")
+
+    monkeypatch.setattr(rank, "Arena", full)
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    options = grouped(loss=nn.functional.mse_loss, optimizer=momentum, microbatches=4, **KINDS["spilled"])
+    with pytest.raises(InfeasibleError, match="has no room for the slots"):
+        Pipeline(layers, **options)
+    assert not any(weight._post_accumulate_grad_hooks for weight in layers.parameters())

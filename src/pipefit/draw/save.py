@@ -15,6 +15,10 @@ from pipefit.spec.files import write_atomically
 from pipefit.timeline import Timeline, save_trace
 
 
+def _grid(timeline: Timeline, path: Path, **options: Any) -> Path:
+    return write_atomically(path, grid(timeline, **{"width": 160, "color": False, **options}))
+
+
 def save_bitmap(path: str | Path, picture: str) -> Path:
     """Writes a picture, which is SVG text, as PNG at twice its size in pixels, atomically.
 
@@ -47,9 +51,7 @@ _WRITERS: dict[str, Callable[..., Path]] = {
     ".png": lambda timeline, path, **options: save_bitmap(path, svg(timeline, **options)),
     ".trace.json": save_trace,
     ".pipe": lambda timeline, path: text.save(timeline.program, path),
-    ".txt": lambda timeline, path, **options: write_atomically(
-        path, grid(timeline, **{"width": 160, "color": False, **options})
-    ),
+    ".txt": _grid,
 }
 
 SUFFIXES = tuple(_WRITERS)

@@ -126,13 +126,14 @@ def _run(path: Path, number: int, line: dict[str, str]) -> MeasuredRun:
     for name in _NUMBERS:
         text = line[name] or ""
         if not re.fullmatch(r"0*[1-9][0-9]{0,8}", text):
-            raise ProfileError(f"{where}: {name}: expected a whole number from 1 to 999999999, got {text[:40]!r}")
+            got = text[:40]
+            raise ProfileError(f"{where}: {name}: expected a whole number from 1 to 999999999, got {got!r}")
         sizes[name] = int(text)
     try:
         seconds = float(line["seconds"]) if line["seconds"] else None
     except ValueError:
         raise ProfileError(f"{where}: seconds: expected a number or nothing, got {line['seconds']!r}") from None
-    if seconds is not None and not 1e-9 < seconds < 1e9:
+    if seconds is not None and not 1e-9 <= seconds <= 1e9:
         raise ProfileError(f"{where}: seconds: expected a number from 1e-9 to 1e9, got {seconds:g}")
     if sizes["devices"] % (sizes["tensor"] * sizes["depth"]):
         raise ProfileError(
@@ -198,7 +199,9 @@ def _predict(run: MeasuredRun, machine: Topology) -> Expected:
         schedule = "data-parallel"
     if run.chunks > 1:
         schedule = "interleaved"
-    shard: Shard = run.shard if copies > 1 else "none"
+    shard: Shard = "none"
+    if copies > 1:
+        shard = run.shard
     config = Config(
         schedule,
         copies,

@@ -11,6 +11,7 @@ from pipefit.spec import Plan
 from pipefit.spec.files import read_json
 from pipefit.spec.plan import Partition
 
+_SCHEDULES = ("1f1b", "interleaved")
 _BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 _BUILT_IN = {"layers": 4, "hidden": 128, "heads": 4, "vocab": 256, "context": 128, "tied": 1}
 """Sizes of the built-in GPT where a run does not name them."""
@@ -30,8 +31,9 @@ def run_of_folder(folder: Path) -> MeasuredRun:
     plan = Plan.load(folder / "plan.json")
     model = f"{_model_of(folder, config)},sequence_parallel={int(plan.sequence_parallel)}"
     depth = plan.placement.num_ranks // plan.data
-    if depth > 1 and plan.schedule not in ("1f1b", "interleaved"):
-        raise ProfileError(f"{folder}: expected a run with the schedule 1f1b or interleaved, got {plan.schedule}")
+    if depth > 1 and plan.schedule not in _SCHEDULES:
+        known = " or ".join(_SCHEDULES)
+        raise ProfileError(f"{folder}: expected a run with the schedule {known}, got {plan.schedule}")
     if plan.spill is not None or not _is_even(plan.partition):
         raise ProfileError(f"{folder}: expected stages of equally many blocks that stay on their devices")
     pipelines = plan.data * plan.num_microbatches
@@ -71,4 +73,5 @@ def _model_of(folder: Path, config: dict[str, Any]) -> str:
 def _is_even(partition: Partition) -> bool:
     """Returns whether all stages have equally many blocks: the first layer and the last are none."""
     last = partition.num_layers - 1
-    return len({sum(0 < layer < last for layer in stage.layers) for stage in partition.stages}) == 1
+    counts = {sum(0 < layer < last for layer in stage.layers) for stage in partition.stages}
+    return len(counts) == 1

@@ -80,6 +80,7 @@ def size_of(config: Config) -> int:
 
 def _under_cap(problem: Problem, estimated: Estimate, plan: Plan, cost: CostModel) -> Estimate | None:
     cap = problem.capped
+    config = estimated.config
     program = program_for(problem, plan)
     several = cap.num_ranks > 1
     once = simulate(program, cost, steps_only=not several)
@@ -89,9 +90,7 @@ def _under_cap(problem: Problem, estimated: Estimate, plan: Plan, cost: CostMode
         # A sent value is held until its simulated arrival.
         arrived = map(once.peak_bytes, range(cap.num_ranks))
         peaks = list(map(max, peaks, arrived))
-    found = replace(
-        estimated, peak_bytes=tuple(peaks), step_s=step_s, period_s=step_s, size=_whole_size(estimated.config)
-    )
+    found = replace(estimated, peak_bytes=tuple(peaks), step_s=step_s, period_s=step_s, size=_whole_size(config))
     if plan.spill is None:
         return found
     if max(peaks) > cap.device_bytes:
@@ -146,7 +145,8 @@ def _tails(cost: CostModel, placement: Sequence[Indices]) -> list[float]:
         busy_s.update(dict.fromkeys(ports[-1], alone[-1]))
     tails = []
     for used, own_s in zip(ports, alone, strict=True):
-        tails.append(max((busy_s[port] for port in used), default=own_s))
+        shared = [busy_s[port] for port in used]
+        tails.append(max(shared, default=own_s))
     return tails
 
 
@@ -158,14 +158,15 @@ def _extrapolated(config: Config, plan: Plan, timing: CostModel) -> float:
         shard = config.shard
         one_copy = replace(timing, copies=ranks)
     else:
-        one_copy = replace(timing, step_s=tuple(map(add, timing.step_s, _tails(timing, ranks))))
+        tails = _tails(timing, ranks)
+        one_copy = replace(timing, step_s=tuple(map(add, timing.step_s, tails)))
     if one_copy.speed:
         # One pipeline represents all copies, so it runs at the speed of the slowest.
         pace = least_of_copies(config, timing.speed)
         one_copy = replace(one_copy, speed=(*pace, *pace))
+    recompute = tuple(index for index, stage in enumerate(plan.partition.stages) if stage.is_replayed)
     schedule = find(config.schedule)
-    recompute = (index for index, stage in enumerate(plan.partition.stages) if stage.is_replayed)
-    small = Small(schedule, config.depth, 0, config.chunks, tuple(recompute), frozen=plan.frozen, shard=shard)
+    small = Small(schedule, config.depth, 0, config.chunks, recompute, frozen=plan.frozen, shard=shard)
 
     def time_s(count: int) -> float:
         program = small_program(small._replace(microbatches=count))
@@ -177,4 +178,5 @@ def _extrapolated(config: Config, plan: Plan, timing: CostModel) -> float:
     if few == many:
         return few_s
     many_s = time_s(many)
-    return many_s + (config.per_pipeline - many) * ((many_s - few_s) / (many - few))
+    each_s = (many_s - few_s) / (many - few)
+    return many_s + (config.per_pipeline - many) * each_s

@@ -163,7 +163,7 @@ class Spilling:
             spilling.make_room(program, stages.rank, where)
             spilling.take_slots()
         except PipefitError:
-            spilling.tier.close()
+            spilling.close()
             raise
         for number, (stage, store) in enumerate(stores.items()):
             fill = held = None

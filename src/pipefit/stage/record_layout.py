@@ -111,5 +111,7 @@ def absent(like: Field | Tensor, device: torch.device) -> Tensor:
 
 
 def is_absent(tensor: Tensor) -> bool:
-    """Returns whether a tensor is a stand-in made by `absent`; one of a single number is never taken for one."""
-    return tensor.numel() > 1 and not any(tensor.stride())
+    """Returns whether a tensor is a stand-in made by `absent`; one of integers, or of a single number, is not known."""
+    if tensor.numel() < 2 or any(tensor.stride()) or tensor.is_meta:
+        return False
+    return bool(tensor[(0,) * tensor.dim()].isnan())
