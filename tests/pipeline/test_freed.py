@@ -79,10 +79,13 @@ def test_a_frozen_weight_whose_numbers_share_one_memory_is_no_stand_in():
 
 
 def test_a_pipeline_without_room_for_its_slots_leaves_no_hooks(monkeypatch):
-    def full(*sizes):
-        raise MemoryError("full")
+    class Full(rank.Arena):
+        def __init__(self, sizes, counts, device):
+            if sizes:
+                raise MemoryError("full")
+            super().__init__(sizes, counts, device)
 
-    monkeypatch.setattr(rank, "Arena", full)
+    monkeypatch.setattr(rank, "Arena", Full)
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
     options = grouped(loss=nn.functional.mse_loss, optimizer=momentum, microbatches=4, **KINDS["spilled"])
     with pytest.raises(InfeasibleError, match="has no room for the slots"):
