@@ -24,13 +24,14 @@ class Work:
         if ended:
             self.end.set()
 
-    def wait(self, limit: timedelta | None = None) -> None:
+    def wait(self, limit: timedelta | None = None) -> bool:
         if limit is None:
             self.end.wait()
         elif not self.end.wait(limit.total_seconds()):
             raise RuntimeError("Operation timed out!")
         if self.problem is not None:
             raise self.problem
+        return True
 
     def is_completed(self) -> bool:
         return self.end.is_set()
