@@ -1,4 +1,4 @@
-"""Faults: seconds from a death to the next step, in place and by a restart; the cost of a lost rank, and of copies."""
+"""Faults: seconds from a death to the next step, in place where stages have copies, and by a restart; the cost of a lost rank, and of copies."""
 
 from __future__ import annotations
 
@@ -212,12 +212,15 @@ def main(repeats: int = 3, large: bool = False) -> None:
     if large:
         tasks.append(("GPT of 135 M, 4 ranks, 2 copies", 4, Task(0, 2, 5, 3)))
     for what, ranks, task in tasks:
+        ways = {"by a restart": False}
+        if task.copies > 1:
+            ways = {"in place": True, **ways}
         words = []
-        for in_place in (True, False):
+        for way, in_place in ways.items():
             times, steps = zip(*(go_on_s(ranks, task, in_place) for _ in range(repeats)), strict=True)
             middle, least = format_seconds(statistics.median(times)), format_seconds(min(times))
-            words.append(f"{middle:>9} ({least:>8}) with steps of {format_seconds(statistics.median(steps)):>8}")
-        print(f"{what:<32} in place {words[0]}, by a restart {words[1]}", flush=True)
+            words.append(f"{way} {middle:>9} ({least:>8}) with steps of {format_seconds(statistics.median(steps)):>8}")
+        print(f"{what:<32} {', '.join(words)}", flush=True)
     print("\na step before and after the loss of a rank, layers that wait instead of computing")
     for sizes in _DELAYED:
         print("{} stages, {} copies, {} micro-batches each".format(*sizes))

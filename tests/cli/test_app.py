@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.verbs import refused
 
 from pipefit.cli import app as cli_app
 from pipefit.cli import main
@@ -321,3 +322,25 @@ def test_escape_sequences_of_a_file_do_not_reach_the_terminal(tmp_path, capsys, 
     shown = capsys.readouterr()
     assert "\x1b" not in shown.err and "\\x1b]0;title" in shown.err
     assert shown.out.splitlines()[-1] == "\x1b[32mgreen\x1b[0m \\x1b]0;title\\x07\\x1b[2J"
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["plan", "--profile", "none.json", "--topology", "none.toml"], "plan.json"),
+        (["synthesize", "--profile", "none.json", "-p", "2", "-m", "2"], "best.pipe"),
+        (["draw", "none", "-p", "2", "-m", "2"], "picture.svg"),
+        (["profile", "--model", "none"], "profile.json"),
+        (["compare", "--model", "none"], "folder"),
+    ],
+)
+def test_a_result_that_could_not_be_written_is_refused_before_anything_is_done(
+    words, name, tmp_path, capsys, monkeypatch
+):
+    """What was done would be lost. Each of these has another mistake, which is found when it begins."""
+    file = tmp_path / "file"
+    file.touch()
+    assert f"{file} is a file; expected a folder" in refused(capsys, *words, "-o", str(file / "below" / name))
+    assert "none" in refused(capsys, *words, "-o", str(tmp_path / "new" / name))
+    monkeypatch.setattr(os, "access", lambda place, mode: place != tmp_path)
+    assert f"nothing can be written in {tmp_path}" in refused(capsys, *words, "-o", str(tmp_path / "new" / name))

@@ -6,6 +6,7 @@ Plain arguments of a verb are read by cyclopts: type, default, and help from the
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
@@ -113,7 +114,7 @@ def _each(read: Read) -> Parameter:
 
 
 def ending(*known: str, alias: str | None = None) -> Parameter:
-    """An option that is a file to write; another suffix or a directory is refused before any work is done."""
+    """An option that is a file to write; what cannot be written is refused before any work is done."""
 
     def read(kind: Any, tokens: Tokens) -> Path:
         path = Path(tokens[0].value)
@@ -121,6 +122,7 @@ def ending(*known: str, alias: str | None = None) -> Parameter:
             raise _wrong(tokens, f"{path}: expected a file to write, got a directory")
         if not path.name.endswith(known):
             raise _wrong(tokens, f"{path}: the suffix determines what is written: one of {', '.join(known)}")
+        _check_place(path.absolute().parent, tokens)
         return path
 
     return Parameter(converter=read, alias=alias)
@@ -130,7 +132,17 @@ def _folder(kind: Any, tokens: Tokens) -> Path:
     path = Path(tokens[0].value)
     if path.exists() and not path.is_dir():
         raise _wrong(tokens, f"{path}: expected a folder, got a file")
+    _check_place(path.absolute(), tokens)
     return path
+
+
+def _check_place(folder: Path, tokens: Tokens) -> None:
+    """Refuses a folder in which nothing can be written; one that is missing is made later, in one that is there."""
+    there = next(known for known in (folder, *folder.parents) if known.exists())
+    if not there.is_dir():
+        raise _wrong(tokens, f"{there} is a file; expected a folder")
+    if not os.access(there, os.W_OK):
+        raise _wrong(tokens, f"nothing can be written in {there}; choose another folder, or allow it")
 
 
 def _pairs(kind: Any, tokens: Tokens) -> dict[str, int]:

@@ -87,6 +87,7 @@ def of_plan(
         raise PlanError(f"the placement has {num_ranks} ranks{each}, the topology {topology.num_devices} devices")
     if plan.microbatch_size not in (0, profile.microbatch_size):
         profile = profile.at(plan.microbatch_size)
+    topology = topology.for_elements(profile.element_bytes)
     if state_per_weight is None:
         state_per_weight = usual_state(profile)
     stages = []

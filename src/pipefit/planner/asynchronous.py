@@ -33,7 +33,7 @@ def plan_pipedream(
         PlanError: devices differ in speed, for which the partitioner has no rule.
         InfeasibleError: nothing fits.
     """
-    speeds = speeds_of(topology)
+    speeds = speeds_of(topology.for_elements(profile.element_bytes))
     if len(set(speeds)) > 1:
         raise PlanError(
             "method pipedream: expected devices that are equally fast, got some that are "

@@ -113,7 +113,7 @@ def transformer_profile(
     """
     if not model.splits(tensor):
         raise ProfileError(f"tensor width {tensor}: expected a divisor of {model.keys} heads of keys, and of ffn")
-    device = device or Device(flops=312e12)
+    device = (device or Device(flops=312e12)).for_elements(model.bytes)
     made_for = _with_flops(device, bool(model.fp8))
     if isinstance(microbatch, int):
         many = [microbatch]
@@ -161,6 +161,7 @@ def counted_profile(
     Raises:
         ProfileError: a device without FLOP/s, or a tensor width that was not counted.
     """
+    device = device.for_elements(counted.element_bytes)
     made_for = _with_flops(device, counted.needs_fp8)
     pace, ring = _shared(device, tensor, topology)
     layers = []
@@ -175,6 +176,7 @@ def counted_profile(
         source=f"counted on the model's modules, {counted.element_bytes} bytes per element",
         optimizer_s=_optimizer_s(pace, trained, counted.element_bytes),
         computed_for=made_for,
+        element_bytes=counted.element_bytes,
         counted=counted,
         shared=_repeated(counted, layers),
     )
@@ -423,6 +425,7 @@ def _at(model: Transformer, b: int, device: Device, ring: Ring) -> Profile:
         source=f"{ARITHMETIC}, {e} bytes per element",
         loss_s=_whole_loss_s(device, model, b * s),
         optimizer_s=_optimizer_s(device, weights, e),
+        element_bytes=e,
         summed_per_byte=(model.summed_bytes or e) / e,
         added_per_byte=model.added_bytes / e,
         overlapped=bool(model.overlapped),

@@ -206,6 +206,8 @@ def _stages(plan: Plan, profile: Profile | None, topology: Topology | None) -> l
     rows = [head]
     speeds: Figures = ()
     if topology:
+        if profile:
+            topology = topology.for_elements(profile.element_bytes)
         speeds = speeds_of(topology, plan.tensor)
     peaks: Figures = ()
     if plan.prediction:

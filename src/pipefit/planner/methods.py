@@ -38,7 +38,7 @@ def problem_of(
         global_batch = profile.microbatch_size * max(topology.num_devices, 8)
     if state_per_weight is None:
         state_per_weight = usual_state(profile)
-    return Problem(profile, topology, global_batch, state_per_weight)
+    return Problem(profile, topology.for_elements(profile.element_bytes), global_batch, state_per_weight)
 
 
 def space_of(problem: Problem, options: PlanOptions) -> Space:

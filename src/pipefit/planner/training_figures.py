@@ -32,6 +32,7 @@ class _Work:
         flops: of a sample, forward and backward.
         again: FLOP of a sample that a replay of all blocks adds.
         attention: share of these in attention.
+        element_bytes: of the numbers in products.
     """
 
     parameters: float
@@ -40,6 +41,7 @@ class _Work:
     flops: float
     again: float
     attention: float
+    element_bytes: int
 
     @classmethod
     def of(cls, plan: Plan, counted: Counted | None) -> _Work | None:
@@ -49,7 +51,15 @@ class _Work:
             again = sum(kernel.model_flops for kernel in blocks)
             cores = sum(kernel.model_flops for kernel in blocks if kernel.kind == "attention")
             share = cores / again
-            return cls(counted.num_parameters, counted.num_active, counted.sequence, counted.flops, again, share)
+            return cls(
+                counted.num_parameters,
+                counted.num_active,
+                counted.sequence,
+                counted.flops,
+                again,
+                share,
+                counted.element_bytes,
+            )
         if not is_transformer(plan.model):
             return None
         gpt = transformer_of(plan.model)
@@ -57,7 +67,8 @@ class _Work:
         again = flops_per_iteration(gpt, 1, recompute=True) - flops
         scores = 2 * gpt.hidden * gpt.sequence
         parameters = num_parameters(gpt)
-        return cls(parameters, parameters, gpt.sequence, flops, again, scores / (gpt.matrices + scores))
+        share = scores / (gpt.matrices + scores)
+        return cls(parameters, parameters, gpt.sequence, flops, again, share, gpt.bytes)
 
 
 def training(
@@ -92,7 +103,8 @@ def training(
         found["tokens_per_s"] = rate * work.tokens
         found["tokens_per_s_per_device"] = rate * work.tokens / devices
     # Where devices differ, the fraction is that of their peaks together.
-    every = topology.devices[:devices] or (topology.device,)
+    typed = topology.for_elements(work.element_bytes)
+    every = typed.devices[:devices] or (typed.device,)
     peak = sum(device.flops for device in every) / len(every)
     used = rate * work.flops / devices
     if peak:

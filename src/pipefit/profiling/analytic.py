@@ -93,7 +93,7 @@ def analytic_profile(
     Args:
         layers: as in `profile_layers`, on any device (the meta device for what does not fit).
         example_input: payload of the first layer, on any device; only shapes and types matter.
-        device: its `flops`, `efficiency` and `memory_bandwidth_bytes_per_s` (0: only products count).
+        device: its rate of products, `efficiency` and `memory_bandwidth_bytes_per_s` (0: only products count).
         loss: (output, target) -> scalar; None: `loss_s` is 0.
         target: for the loss; only shapes and types matter.
         microbatch_size: samples per micro-batch; None: as many as the example has. It may be larger than the example's.
@@ -109,6 +109,8 @@ def analytic_profile(
     if device.flops <= 0:
         raise ProfileError('device.flops: computed profiles need it; give it in the topology: flops = "312 TFLOP/s"')
     chain = named_layers(layers)
+    element_bytes = _element_bytes(chain, half or dtype)
+    device = device.for_elements(element_bytes)
     batch = batch_of(example_input)
     if microbatch_size is None:
         size = batch
@@ -140,8 +142,19 @@ def analytic_profile(
         loss_s=loss_s,
         optimizer_s=optimizer_s,
         loss_work_bytes=loss_work_bytes,
+        element_bytes=element_bytes,
         shared=shared_weights(chain),
     )
+
+
+def _element_bytes(chain: Sequence[NamedLayer], wanted: torch.dtype | None) -> int:
+    """Bytes of the numbers in products: of a type, or of the largest weight; 0: there is none."""
+    if wanted is None:
+        weights = parameters_of(chain)
+        if not weights:
+            return 0
+        wanted = max(weights, key=torch.numel).dtype
+    return wanted.to_real().itemsize
 
 
 def _placed(layer: NamedLayer, cost: LayerCost, num_layers: int, half: Half) -> Layer:

@@ -196,6 +196,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         others: the same model at other micro-batch sizes; see `at`.
         computed_for: the device of a profile by GPT arithmetic, or of counted layers, which can be computed again for
             another micro-batch size or tensor width; None: the figures were measured.
+        element_bytes: of the numbers in products, which set the rate of a device; 0: the figures were measured.
         counted: what the layers do, where that was counted.
         shared: weights that several layers share, of which a stage with these layers has one.
     """
@@ -214,6 +215,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     overlapped: bool = False
     others: tuple[Profile, ...] = ()
     computed_for: Device | None = None
+    element_bytes: int = 0
     counted: Counted | None = None
     loss_work_bytes: float = 0.0
     step_work_bytes: float = 0.0

@@ -24,7 +24,9 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         memory_bytes: limit for a rank.
-        flops: peak FLOP per second; 0: unknown (then profiles must be measured).
+        flops: peak FLOP per second of products, of numbers of 16 bits; 0: unknown (then profiles must be measured).
+        fp32_flops: the same of numbers of 32 bits, without rounding to TF32; 0: as `flops`.
+        fp64_flops: the same of numbers of 64 bits; 0: as `flops`.
         fp8_flops: peak of products of numbers of 8 bits; 0: it has none.
         memory_bandwidth_bytes_per_s: of the device's own memory, as a copy reaches it; 0: unknown.
         efficiency: fraction of `flops` that a matrix product reaches while all cores compute.
@@ -42,6 +44,8 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     memory_bytes: float = math.inf
     flops: float = 0.0
+    fp32_flops: float = 0.0
+    fp64_flops: float = 0.0
     fp8_flops: float = 0.0
     memory_bandwidth_bytes_per_s: float = 0.0
     efficiency: float = 0.5
@@ -53,6 +57,15 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cudnn: tuple[float, float] | None = None
     random_rate: float = 0.0
     spread: float = 0.0
+
+    def for_elements(self, element_bytes: int) -> Device:
+        """The device whose `flops` are those of products of numbers of so many bytes.
+
+        >>> Device(flops=312e12, fp32_flops=19.5e12).for_elements(4).flops
+        19500000000000.0
+        """
+        rates = {4: self.fp32_flops, 8: self.fp64_flops}
+        return replace(self, flops=rates.get(element_bytes) or self.flops)
 
 
 class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -162,6 +175,8 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"{place}.",
                 memory_bytes=ABOVE_0,
                 flops=0,
+                fp32_flops=0,
+                fp64_flops=0,
                 fp8_flops=0,
                 memory_bandwidth_bytes_per_s=0,
                 efficiency=ABOVE_0,
@@ -180,6 +195,11 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def num_devices(self) -> int:
         """Number of devices: the product of the widths."""
         return math.prod(level.width for level in self.levels)
+
+    def for_elements(self, element_bytes: int) -> Topology:
+        """The topology whose devices have the `flops` of products of numbers of so many bytes."""
+        devices = tuple(device.for_elements(element_bytes) for device in self.devices)
+        return replace(self, device=self.device.for_elements(element_bytes), devices=devices)
 
     def device_of(self, rank: int) -> Device:
         """The device of a rank."""
