@@ -1,4 +1,4 @@
-"""Faults: seconds from a death to the next step, in place where stages have copies, and by a restart; the cost of a lost rank, and of copies."""
+"""Faults: seconds from a death to the next step, in place or by a restart; the cost of a lost rank, and of copies."""
 
 from __future__ import annotations
 
