@@ -40,7 +40,7 @@ def resident_tensors(
         unsaved: whether all parameters and buffers are meant, also buffers that a `state_dict` leaves out.
     """
     own = worker.stages[stage]
-    named: list[tuple[str, Tensor]] = []
+    named = []
     if unsaved:
         named += [*own.named_parameters(), *own.named_buffers()]
     else:

@@ -91,7 +91,7 @@ def take(
         ModelError: they are of another model or optimizer; nothing was changed.
     """
     session = pipeline.session
-    takers: list[Take] = []
+    takers = []
 
     def prepare() -> None:
         takers.extend(_prepare(pipeline, found(), manifest, weights_only))

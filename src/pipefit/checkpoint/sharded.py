@@ -181,7 +181,7 @@ class Sharing:
         holders = self._holders(stage)
         if not holders or any(stage not in worker.optimizers for worker in holders.values()):
             return []
-        known: list[_StatePart] = []
+        known = []
         values: dict[tuple[int, str], dict[int, Tensor]] = defaultdict(dict)
         for replica, worker in holders.items():
             for part, elements in _state_parts(worker, stage, replica):
@@ -237,7 +237,7 @@ def whole_states(pipeline: Trained) -> Iterator[Sharing]:
         pipeline: between two steps.
     """
     sharing = Sharing(pipeline)
-    own: list[tuple[Optimizer, Any]] = []
+    own = []
     try:
         for stage in range(len(pipeline.plan.placement.ranks)):
             if pipeline.program.header.is_sharded(stage):

@@ -57,7 +57,7 @@ def weights_of(worker: Worker, stage: int) -> Iterator[tuple[str, str, Tensor]]:
         ModelError: see `tensors_of`.
     """
     first: dict[int, str] = {}
-    saved: dict[str, str] = {}
+    saved = {}
     layers = worker.stages[stage].layers
     for layer in layers:
         for name, parameter in layer.module.named_parameters(prefix=layer.prefix, remove_duplicate=False):
@@ -100,7 +100,7 @@ def _named(worker: Worker, stage: int) -> Iterator[tuple[str, str, Tensor]]:
 
 def saved_forms(worker: Worker, stage: int) -> Tensors:
     """Tensors of the saved shapes and types of a stage, by name, without meaningful values."""
-    forms: Tensors = {}
+    forms = {}
     for name, weight, value in _named(worker, stage):
         shape = worker.mesh.whole_shape(weight, value.shape)
         if shape == value.shape:

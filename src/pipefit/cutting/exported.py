@@ -186,7 +186,7 @@ def _write_buffers(model: nn.Module) -> None:
     def writing(*args: Any, **kwargs: Any) -> Any:
         kept = [(module, dict(module._buffers)) for module in model.modules()]
         output = forward(*args, **kwargs)
-        written: list[tuple[Tensor, Tensor]] = []
+        written = []
         for module, buffers in kept:
             for name, buffer in buffers.items():
                 value = module._buffers.get(name)

@@ -64,7 +64,7 @@ class Flow:
     @cached_property
     def writers(self) -> dict[int, list[fx.Node]]:
         """The nodes that write into each memory, in order."""
-        found: dict[int, list[fx.Node]] = defaultdict(list)
+        found = defaultdict(list)
         for node in self.nodes:
             for storage in {storage for given in written_by(node) for storage in self.storages[given]}:
                 found[storage].append(node)

@@ -68,7 +68,7 @@ def named_lines(flow: Flow, paths: Paths) -> dict[int, str]:
     """
     prices = _prices(flow)
     heavy = _places(flow)
-    found: dict[int, str] = {}
+    found = {}
     for path in paths:
         own = [place for place, node in enumerate(flow.nodes) if path in modules_of(node)]
         if not own:

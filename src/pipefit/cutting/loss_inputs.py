@@ -52,7 +52,7 @@ def refuse_aside(model: Any, loss: Loss, example: tuple[Any, Any], weigh: Weigh 
         both = with_loss(loss, model.model)
     else:
         both = with_loss(loss, nn.Sequential(*model))
-    losses: list[list[Any]] = []
+    losses = []
     other = pytree.tree_map_only(Tensor, lambda leaf: leaf.roll(1), example[0])
     with contextlib.suppress(Exception), kept_outside(both), torch.no_grad():
         states = States(both)

@@ -78,13 +78,13 @@ def outer_variables(model: nn.Module, modules: bool = False) -> list[Variable]:
         modules: also variables that are modules, which keep state in attributes of their own.
     """
     found: dict[tuple[int, str], Variable] = {}
-    read: set[tuple[int, str]] = set()
-    functions: list[Any] = []
+    read = set()
+    functions = []
     for module in model.modules():
         for value in vars(module).values():
             functions += _functions_in(value)
     kinds: list[Any] = list({kind: None for module in model.modules() for kind in type(module).__mro__})
-    seen: set[int] = set()
+    seen = set()
     while functions or kinds:
         if kinds:
             kind = kinds.pop()

@@ -162,7 +162,7 @@ def borders(shell: Shell, seen: Seen, example: Any) -> list[Difference]:
     Returns:
         The borders before which it cannot be cut.
     """
-    found: list[Difference] = []
+    found = []
     payload = example
     states = States(shell.model)
     with states.apart(), torch.no_grad():

@@ -297,7 +297,7 @@ class Traced:
                 raise ModelError(f"{path} has a backward hook, which its graph would not call: remove it for training")
         args, kwargs = self.arguments(example)
         flow = self._flow(args, kwargs)
-        named: dict[int, str] = {}
+        named = {}
         if cuts is None:
             lines = found_lines(flow)
         else:

@@ -144,8 +144,8 @@ _Key = tuple[object, ...]
 
 
 def _match_messages(flat: list[Instruction], rank_of: list[int]) -> tuple[dict[int, int], list[int]]:
-    waiting: dict[_Key, list[int]] = defaultdict(list)
-    partner: dict[int, int] = {}
+    waiting = defaultdict(list)
+    partner = {}
     unmatched = []
     send_op = Op.SEND
     receive_op = Op.RECV
@@ -184,7 +184,7 @@ def collective_members(header: Header, instruction: Instruction) -> Indices:
 def _collectives(program: Program, flat: list[Instruction], rank_of: list[int]) -> list[Indices]:
     """Groups the k-th occurrence of each collective on every rank."""
     seen: Counter[_Key] = Counter()
-    groups: dict[_Key, list[int]] = defaultdict(list)
+    groups = defaultdict(list)
     for number, i in enumerate(flat):
         if OP_SPEC[i.op].is_collective:
             what = (i.op, i.kind, i.stage, i.version)

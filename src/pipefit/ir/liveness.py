@@ -63,7 +63,7 @@ def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
     instructions = program.ranks[rank]
     header = program.header
     moves = header.moves_values
-    lives: dict[Value, Lifetime] = {}
+    lives = {}
     for stage in header.stages_of(rank):
         if header.is_resident(stage):
             value = Value(WEIGHTS, stage, 0)
@@ -202,8 +202,8 @@ def early_sums(program: Program, rank: int) -> dict[int, Instruction]:
 
     They have no other collective before them, so that the order of the rank's collectives stays the same.
     """
-    found: dict[int, Instruction] = {}
-    last: StageNumbers = {}
+    found = {}
+    last = {}
     collective = -1
     for index, i in enumerate(program.ranks[rank]):
         stage = i.stage
@@ -226,7 +226,7 @@ def _sums(program: Program, rank: int, early: Mapping[int, Instruction]) -> tupl
     """
     found = []
     ends: StageNumbers = {}
-    under_way: dict[int, list[Lifetime]] = defaultdict(list)
+    under_way = defaultdict(list)
     for index, i in enumerate(program.ranks[rank]):
         stage = i.stage
         if index in early:
@@ -252,7 +252,7 @@ def _released(program: Program, rank: int) -> dict[Value, int]:
     until the end.
     """
     waiting: dict[tuple[int, str], list[Value]] = defaultdict(list)
-    found: dict[Value, int] = {}
+    found = {}
     instructions = program.ranks[rank]
     for index, i in enumerate(instructions):
         stage = i.stage
@@ -344,7 +344,7 @@ def kept_inputs(program: Program, rank: int) -> int:
 
 def weight_versions(program: Program, rank: int) -> int:
     """Maximum number of versions of one stage's weights that a rank holds at once."""
-    of_stage: dict[int, list[Lifetime]] = defaultdict(list)
+    of_stage = defaultdict(list)
     for life in lifetimes(program, rank):
         if life.value.kind == WEIGHTS:
             of_stage[life.value.stage].append(life)
@@ -401,7 +401,7 @@ def tier_peak_bytes(program: Program, rank: int, size: Size) -> tuple[float, int
     a partial write loses nothing, needs twice as much for weights and states.
     """
     header = program.header
-    homes: set[tuple[str, int]] = set()
+    homes = set()
     for stage in header.stages_of(rank):
         if not header.is_spilled(stage):
             continue

@@ -96,7 +96,7 @@ def _pass(program: Program, rank: int, copies: _Copies) -> tuple[dict[int, Indic
         op = i.op
         kind = i.kind
         stage = i.stage
-        found: list[int | None] = []
+        found = []
         value = (kind, stage, i.version)
         weights = (WEIGHTS, stage, i.version)
         gradients = (WGRAD, stage, i.version)

@@ -44,7 +44,7 @@ def parse(text: str, where: str = "program") -> Program:
         ProgramError: with `where`, the line number, the expected text and the actual one.
     """
     fields: _Fields = {"ties": ()}
-    named: set[str] = set()
+    named = set()
     ranks: list[list[Instruction]] = []
     this: list[Instruction] = []
     lines = text.splitlines()

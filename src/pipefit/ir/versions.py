@@ -28,7 +28,7 @@ def _by_rule(header: Header, ranks: Sequence[Instructions], pairs: Sequence[Stag
         return {(stage, mb): header.update_of(stage, mb) for stage, mb in pairs}
     if header.weights is WeightRule.DOUBLE:
         return {(stage, mb): max(header.update_of(stage, mb) - 1, 0) for stage, mb in pairs}
-    newest: StageNumbers = {}
+    newest = {}
     for rank, instructions in enumerate(ranks):
         newest.update(_newest(header, rank, instructions))
     if header.weights is WeightRule.STASH:
@@ -44,7 +44,7 @@ def _newest(header: Header, rank: int, instructions: Instructions) -> StageNumbe
         for mb in header.microbatches_of(stage, rank):
             pending[stage, header.update_of(stage, mb)] += 1
     finished = dict.fromkeys(stages, 0)
-    result: StageNumbers = {}
+    result = {}
     for i in instructions:
         stage = i.stage
         if i.op is Op.FWD:

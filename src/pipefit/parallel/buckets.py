@@ -112,7 +112,7 @@ def record_layout(parameters: Sequence[Tensor]) -> tuple[list[Field], Layout]:
         parameters: of a stage that is spilled.
     """
     flats = []
-    fields: dict[int, Field] = {}
+    fields = {}
     position = 0
     for bucket in layout(parameters):
         dtype = bucket.dtype

@@ -137,7 +137,7 @@ class Mesh:
         if self.region is None or stage in self.compared:
             return
         self.compared.add(stage)
-        whole: dict[str, Tensor] = {}
+        whole = {}
         for name, parameter, _ in owned:
             if name not in self.shards and parameter.grad is not None:
                 whole[name] = parameter.grad
@@ -239,7 +239,7 @@ def shard_layers(layers: Sequence[NamedLayer], mesh: Mesh) -> None:
             "sequence parallelism shards the values between layers, so the model must begin with a layer that takes "
             f"the input whole and end with one that joins it; {layers[0].name} … {layers[-1].name} do not"
         )
-    shards: dict[str, ShardSpec] = {}
+    shards = {}
     done = set()
     for named, own in zip(layers, rules, strict=True):
         parameters = dict(named.module.named_parameters(remove_duplicate=False))

@@ -26,7 +26,7 @@ def with_communication(program: Program, ahead: int = 1) -> Program:
     """
     sends = []
     needed = []
-    links: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
+    links = defaultdict(list)
     for rank, own in enumerate(program.ranks):
         after = _sends(program.header, rank, own)
         for send in after.values():
@@ -79,7 +79,7 @@ def _without_deadlock(program: Program) -> Program:
             run.post(send)
     if not run.posted_early:
         return program
-    early: Added = defaultdict(list)
+    early = defaultdict(list)
     for receive, number in run.posted_early.items():
         early[number].append(graph.instructions[receive])
     ranks: list[list[Instruction]] = [[] for _ in program.ranks]
@@ -95,7 +95,7 @@ def _messages(program: Program) -> Graph:
     graph = graph_of_messages(program)
     receive = Op.RECV
     for rank, instructions in enumerate(program.ranks):
-        came: dict[ValueKey, int] = {}
+        came = {}
         for number, i in enumerate(instructions, graph.starts[rank]):
             if i.op is receive:
                 came[i.kind, i.stage, i.mb] = number
@@ -108,7 +108,7 @@ def _messages(program: Program) -> Graph:
 
 def _sends(header: Header, rank: int, instructions: Instructions) -> dict[int, Instruction]:
     """For the index of each instruction whose result another rank needs: the send that follows it."""
-    result: dict[int, Instruction] = {}
+    result = {}
     forward = Op.FWD
     for index, i in enumerate(instructions):
         if i.op is forward and i.stage < header.last_stage:

@@ -25,7 +25,7 @@ from pipefit.ir.op import COMPUTE_OPS, FORWARD_OPS, GRADIENT_OPS, MESSAGE_OPS, W
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.spill import Spill
 from pipefit.ir.values import reduced_stages
-from pipefit.passes.places import Added, computes_back, inserted, last_backwards
+from pipefit.passes.places import computes_back, inserted, last_backwards
 from pipefit.passes.stays import Stay, stays, stays_until
 from pipefit.passes.versions import step_of, steps_at_once
 
@@ -85,7 +85,7 @@ def _finished_at_once(header: Header, rank: int, listed: Instructions) -> list[I
     for (stage, version), index in first_uses.items():
         if version and steps_at_once(header, stage):
             begins.add(index)
-    after: Added = defaultdict(list)
+    after = defaultdict(list)
     for (stage, update), index in ready.items():
         if header.is_spilled(stage):
             if steps_at_once(header, stage):
@@ -196,7 +196,7 @@ def _with_copies(header: Header, rank: int, listed: list[Instruction], prefetch:
     if header.spill.activations:
         placed += _parked(header.spill, listed, weights, prefetch)
     placed.sort(key=itemgetter(0, 1, 2))
-    at: Added = defaultdict(list)
+    at = defaultdict(list)
     for one in placed:
         at[one.place].append(one.instruction)
     return inserted(listed, at)
@@ -234,7 +234,7 @@ def _parked(spill: Spill, listed: list[Instruction], found: list[Stay], prefetch
     It is fetched a few computations earlier: the replays and backwards of two micro-batches.
     """
     stay_of = _numbers(found)
-    forward: StageNumbers = {}
+    forward = {}
     placed = []
     for index, i in enumerate(listed):
         if i.op is Op.FWD:
@@ -281,7 +281,7 @@ def _set_starts(listed: list[Instruction], found: list[Stay], prefetch: int | No
 
 def _carry(header: Header, listed: list[Instruction], found: Iterable[Stay]) -> None:
     """Sets for each stay the version that is loaded and evicted, and the partial gradient sums that move with it."""
-    version: dict[int, int] = defaultdict(int)
+    version = defaultdict(int)
     summing: dict[int, int] = {}
     stepped = _host_steps(listed)
     for stay in found:

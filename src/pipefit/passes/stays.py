@@ -63,7 +63,7 @@ def stays_until(
     """The stays of the stages that instructions visit; none goes beyond the step of its stage: it is stale then."""
     visits = []
     last: dict[int, int] = {}
-    leaving: set[StageAt] = set()
+    leaving = set()
     for index, i in enumerate(listed):
         stages = visited(i)
         if stages:
@@ -91,7 +91,7 @@ def stays(visits: Sequence[Visit], num_slots: int, leaving: Collection[StageAt] 
     Raises:
         ScheduleError: one instruction uses more stages than there are slots.
     """
-    coming: dict[int, list[int]] = defaultdict(list)
+    coming = defaultdict(list)
     for index, stages in visits:
         for stage in stages:
             coming[stage].append(index)

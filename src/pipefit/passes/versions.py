@@ -7,11 +7,11 @@ from operator import attrgetter
 
 from msgspec.structs import replace
 
-from pipefit.ir.instruction import Instruction, StageNumbers
+from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import BACKWARD_OPS, COMPUTE_OPS, Op
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.versions import required_versions
-from pipefit.passes.places import Added, inserted, last_backwards
+from pipefit.passes.places import inserted, last_backwards
 
 
 def with_versions(program: Program) -> Program:
@@ -94,14 +94,14 @@ def with_drops(program: Program) -> Program:
     ranks = []
     step = Op.STEP
     for instructions in program.ranks:
-        last_use: StageNumbers = {}
+        last_use = {}
         newest: dict[int, int] = defaultdict(int)
         for index, i in enumerate(instructions):
             if i.op in COMPUTE_OPS or i.op is step:
                 last_use[i.stage, i.version] = index
             if i.op is step:
                 newest[i.stage] = max(newest[i.stage], i.version + 1)
-        dead: Added = defaultdict(list)
+        dead = defaultdict(list)
         for (stage, version), index in sorted(last_use.items()):
             if version < newest[stage] and program.header.is_resident(stage):
                 drop = Instruction(Op.DROP, stage, version=version)

@@ -268,7 +268,7 @@ def _staying_bytes(
     """Bytes of the weights and states that stay on the devices, where they are known before the first step."""
     users = Counter(id(p) for layer in layers for p in layer.module.parameters())
     staying = {id(p): p for layer in layers for p in layer.module.parameters() if users[id(p)] > 1}
-    stepping: list[NamedLayer] = []
+    stepping = []
     for stage, part in enumerate(partition.stages):
         own = [layers[index] for index in part.layers]
         is_spilled = header.is_spilled(stage)

@@ -172,7 +172,7 @@ def _forwards(engine: Engine, header: Header, given: Mapping[str, Any], model: A
     with caching(_stages(engine), past) as caches:
 
         def forward(inputs: Mapping[str, Any]) -> Tensor | None:
-            batch: dict[str, Tensor] = {}
+            batch = {}
             options: dict[str, Any] = {"return_dict": True}
             for name, value in inputs.items():
                 if isinstance(value, Tensor):

@@ -57,7 +57,7 @@ def _flop_of(layers: Sequence[NamedLayer], x: Any) -> list[float]:
 
 def _without_data(module: nn.Module) -> nn.Module:
     """A copy of a module whose parameters and buffers have no data."""
-    known: dict[int, Any] = {}
+    known = {}
     for tensor in (*module.parameters(), *module.buffers()):
         known[id(tensor)] = torch.empty_like(tensor, device="meta")
     return copy.deepcopy(module, known)
@@ -65,7 +65,7 @@ def _without_data(module: nn.Module) -> nn.Module:
 
 def _states_by(optimizer: MakeOptimizer) -> Callable[[Sequence[nn.Parameter]], list[StateSpec]]:
     """A function from parameters to the optimizer's states for them, computed once for equal shapes and types."""
-    known: dict[Any, list[StateSpec]] = {}
+    known = {}
 
     def states(parameters: Sequence[nn.Parameter]) -> list[StateSpec]:
         trained = [parameter for parameter in parameters if parameter.requires_grad]

@@ -98,7 +98,7 @@ def _write_stages(pipe: Trained, model: Any, folder: Path) -> dict[str, str]:
 
     session = pipe.session
     written: dict[str, str] = {}
-    failed: Exception | None = None
+    failed = None
     num_stages = len(pipe.plan.partition.stages)
     sharing = Sharing(pipe)
     for worker in pipe.workers:

@@ -141,7 +141,7 @@ def rearrange(
             # Those of this process may be of a step that was not committed.
             moved = moved._replace(records=())
         moved = _with_copies(pipe, session, moves, moved, copies)
-        built: list[tuple[list[Worker], list[Callable[[], None]]]] = []
+        built = []
         try:
             agree(session, attempt(lambda: built.append(_built(pipe, following, moved, is_restored))), ModelError)
         except PipefitError as problem:
@@ -161,7 +161,7 @@ def _prepared(
     pipe: Any, plan: Plan, session: Session, proved: Programs | None, is_restored: bool
 ) -> tuple[_Next, list[list[int]]]:
     """The plan with its proved program, and the layers whose state each process has; all processes agree on them."""
-    found: list[_Next] = []
+    found = []
 
     def prepare() -> dict[str, Any]:
         if session is pipe.session and (why := why_fixed(pipe.plan) or why_fixed(plan)):

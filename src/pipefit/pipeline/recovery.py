@@ -237,7 +237,7 @@ class Recovery:
         """Logs a step's loss, and notes a recovery after its first step."""
         if self._log is not None:
             self._log.step(record)
-        facts: dict[str, Any] = {}
+        facts = {}
         if self._facts and record.step > self._facts["resumed"]:
             facts = self._facts
             self._facts = {}

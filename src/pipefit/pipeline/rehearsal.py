@@ -184,8 +184,8 @@ def _contracts(pipe: Pipeline, program: Program, feed: list[MicroBatch]) -> dict
     whole = Worker(worker.rank, worker.training, pipe.device, stages, {}, mesh=worker.mesh)
     whole.stores = {index: WeightStore([]) for index in stages}
     last = program.header.last_stage
-    found: dict[tuple[int, str], Contract] = {}
-    seen: set[str] = set()
+    found = {}
+    seen = set()
     for mb, part in enumerate(feed):
         if part.signature in seen:
             continue
@@ -241,7 +241,7 @@ def _make_states(optimizer: Optimizer) -> None:
 
 def _states(worker: Worker) -> list[Any]:
     """The states of a rank's optimizers."""
-    found: list[Any] = []
+    found = []
     for optimizer in worker.optimizers.values():
         for state in optimizer.state.values():
             found += state.values()
@@ -250,7 +250,7 @@ def _states(worker: Worker) -> list[Any]:
 
 def _weights(worker: Worker) -> list[Tensor]:
     """Parameters and buffers of a rank, and its parts of shared weights."""
-    found: list[Tensor] = []
+    found = []
     for store in worker.stores.values():
         found += store.kept()
     for layer in layers_of([worker]):

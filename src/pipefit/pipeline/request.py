@@ -157,8 +157,8 @@ def _decided(
     if plan is None and spill is not None and spill.resume is not False:
         if measure or is_capped or request.stages == AUTO:
             plan = recorded_plan(resumed_folder(spill), session.rank)
-    profile: Profile | None = None
-    topology: Topology | None = None
+    profile = None
+    topology = None
     if is_capped and (measure or plan is None):
         found, profile, topology = plan_under_cap(request, work, session)
         plan = plan or found

@@ -231,7 +231,7 @@ class TrainingLoop:
         losses = []
         first = self._state.num_updates
         door = self._engine.session.door
-        pending: _Pass | None = None
+        pending = None
         while steps is None or self._state.num_updates - first < steps:
             if self._stop.agreed or self._stop.ended:
                 break

@@ -134,11 +134,11 @@ def published_runs(on_collection: Callable[[str], None] | None = None) -> Publis
     Args:
         on_collection: called with what is done next.
     """
-    collections: dict[str, list[tuple[MeasuredRun, dict[str, str]]]] = defaultdict(list)
+    collections = defaultdict(list)
     for run, line in read_runs(RUNS):
         collections[line["collection"]].append((run, line))
     scores = []
-    judged: dict[tuple[str, str], Sequence[Judged]] = {}
+    judged = {}
     for name, rows in collections.items():
         if on_collection is not None:
             on_collection(f"{name}: {len(rows)} runs")
@@ -172,7 +172,7 @@ def _score(collection: str, constants: str, judged: Sequence[Judged]) -> Score:
     judges = [each for each in judged if each.judges]
     timed = [each for each in judges if each.run.seconds is not None]
     sizes = sorted(abs(each.error) for each in timed)
-    groups: dict[str, list[Judged]] = defaultdict(list)
+    groups = defaultdict(list)
     for each in timed:
         groups[each.group].append(each)
     large = [group for group in groups.values() if len(group) >= _FEWEST]

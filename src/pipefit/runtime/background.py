@@ -49,7 +49,7 @@ class Background:
             must_end: whether the process may only end after it.
         """
         assert self._thread is None
-        results: list[Any] = []
+        results = []
 
         def run() -> None:
             began = time.thread_time()

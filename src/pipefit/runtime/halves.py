@@ -226,7 +226,7 @@ class _Ways:
 
 def _nodes_below(starts: Iterable[Node], ends: set[Node]) -> dict[Node, list[tuple[Node, int]]]:
     """All nodes down to some ends, each with its outgoing edges; every node comes after its children."""
-    done: dict[Node, list[tuple[Node, int]]] = {}
+    done = {}
     stack: list[tuple[Node, list[tuple[Node, int]] | None]] = [(node, None) for node in starts]
     while stack:
         node, children = stack.pop()

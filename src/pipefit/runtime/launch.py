@@ -157,7 +157,7 @@ def _once(
     sizes = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     environment = {**os.environ, **environment, **sizes}  # the server's own environment is that of its start
     processes: list[Any] = []
-    pipes: list[Any] = []
+    pipes = []
     with _passing_on(processes) as asked:
         context = _server()
 

@@ -117,7 +117,7 @@ def gather_shards(run: Execution, i: Instruction) -> None:
 def _gather(run: Execution, i: Instruction, parts: Iterable[tuple[Tensor, Tensor]], key: tuple[object, ...]) -> None:
     """Starts to join this replica's part of each bucket with the others' parts."""
     members = collective_members(run.header, i)
-    under_way: list[Ending] = []
+    under_way = []
     for number, (part, whole) in enumerate(parts):
         under_way.append(run.transport.all_gather(members, (*key, number), part, whole))
     run.wait_later(all_of(under_way))

@@ -207,7 +207,7 @@ os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_rele
 
 
 def _serve(reader: int, stop: Stop, folder: Path | None) -> None:
-    grace: threading.Timer | None = None
+    grace = None
     while data := os.read(reader, 64):
         for number in data:
             if signal.getsignal(number) is not _heard:

@@ -151,7 +151,7 @@ def _last_waited_for(
     program: Program | None, rank: int, positions: Mapping[int, Position], states: Mapping[int, str]
 ) -> tuple[int | None, list[str]]:
     lines: list[str] = []
-    seen: list[int] = []
+    seen = []
     current = rank
     while current not in seen:
         seen.append(current)

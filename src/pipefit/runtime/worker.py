@@ -127,7 +127,7 @@ class Worker:
         spilled = spilling.stores if spilling else {}
         if training.loss_scale is not None:
             worker.scale = LossScale(training.loss_scale)
-        seen: set[int] = set()
+        seen = set()
         several = shared_parameters(layers, ties)
         for index, own_layers in layers.items():
             # By name: those of the meta device are others once they are filled.

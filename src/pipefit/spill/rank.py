@@ -21,7 +21,7 @@ from pipefit.spill.optimizer_states import StateRules, is_zero_at_first, numbers
 from pipefit.spill.parked import ParkedTensors
 from pipefit.spill.stage_store import SpilledStore
 from pipefit.spill.tier_file import Commit
-from pipefit.spill.tier_store import Sizes, TierStore
+from pipefit.spill.tier_store import TierStore
 from pipefit.spill.tiers import OPTIM, WEIGHTS, WGRAD, Key
 from pipefit.stage.accelerator import CPU
 from pipefit.stage.materialise import InitialiseLayer, initialise, is_meta, stand_in
@@ -222,8 +222,8 @@ class Spilling:
             TierError: there is not enough room, or nothing to resume from.
         """
         written = {i.stage for i in program.ranks[rank] if i.op is Op.EVICT and i.kind == Kind.WGRAD}
-        scratch: Sizes = {}
-        kept: Sizes = {}
+        scratch = {}
+        kept = {}
         for stage, store in self.stores.items():
             for kind, size in store.sizes.items():
                 if kind != WGRAD:

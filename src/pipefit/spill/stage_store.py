@@ -168,7 +168,7 @@ class SpilledStore(Store):
             trained: those that this stage's optimizer steps: all except shared ones that another stage's steps.
         """
         self._trained = list(trained)
-        where: dict[int, Tensor] = {}
+        where = {}
         if self.on_host:
             views = self.layout.views(self._tier.record(Key(self.stage, WEIGHTS)))
             where = {id(parameter): view for parameter, view in zip(self._moved, views, strict=True)}

@@ -379,7 +379,7 @@ class TierStore:
         candidates = [commit for commit in commits if at_most is None or commit.step <= at_most]
         if not candidates:
             raise TierError(f"{path}: step {at_most} is needed, the first one there is {commits[-1].step}")
-        damaged: Key | None = None
+        damaged = None
         for commit in candidates:
             named = commit.records if check else ()
             damaged = next((key for key in named if not self.files.is_whole(commit, key)), None)

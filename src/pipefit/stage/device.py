@@ -109,7 +109,7 @@ def in_pinned_memory(batch: Any, device: torch.device) -> Any:
     """A batch whose tensors are pinned once, where a GPU will copy its micro-batches; elsewhere the batch itself."""
     if not accelerator.is_accelerator(device):
         return batch
-    pinned: dict[int, Tensor] = {}
+    pinned = {}
 
     def pin(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.device.type != "cpu":

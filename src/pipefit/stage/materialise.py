@@ -118,7 +118,7 @@ def lent_weights(root: nn.Module) -> Iterator[None]:
     # Vectors are mostly scales of norms, which are about 1.
     vectors = numbers(range(2)).mul_(0.1).add_(1)
     matrices = numbers(range(2, 99)).mul_(0.02)
-    lent: dict[int, nn.Parameter] = {}
+    lent = {}
     for start, (_, _, parameter) in enumerate(found):
         memory = matrices
         if parameter.dim() < 2:

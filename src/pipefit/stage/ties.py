@@ -36,7 +36,7 @@ def tied_parameters(layers: Sequence[NamedLayer], partition: Partition) -> dict[
 def shared_parameters(stages: Mapping[int, Sequence[NamedLayer]], ties: Mapping[str, Tie]) -> set[int]:
     """The ids of the parameters of some stages that several of them use, or that are tied to other stages."""
     users: Counter[int] = Counter()
-    tied: set[int] = set()
+    tied = set()
     for layers in stages.values():
         users.update(map(id, joined(layers).parameters()))
         for layer in layers:

@@ -54,7 +54,7 @@ def collectives(s: Subject) -> Findings:
 
 def _found(s: Subject) -> dict[tuple[int, Key], list[int]]:
     """The numbers of all reductions, by rank and reduction."""
-    found: dict[tuple[int, Key], list[int]] = defaultdict(list)
+    found = defaultdict(list)
     for stage, update, number in s.each(Op.REDUCE):
         kind = s.graph.instructions[number].kind
         rank = s.graph.ranks[number]
@@ -74,7 +74,7 @@ def _missing(rank: int, key: Key, members: Ranks) -> Finding:
 
 def _due(header: Header) -> Due:
     """The reductions that the header requires, and their members."""
-    due: Due = {}
+    due = {}
     for kind, stage in _groups(header):
         members = collective_members(header, Instruction(Op.REDUCE, stage, version=0, kind=kind))
         if len(members) == 1:
@@ -108,7 +108,7 @@ def _norms(header: Header) -> Due:
     """The norms of all gradients, and the parts that spilled stages give to them."""
     norm = Reduction.NORM.value
     everyone = tuple(range(header.num_ranks))
-    due: Due = {}
+    due = {}
     for stage in range(header.num_stages):
         for update in range(header.num_updates(stage)):
             due[norm, -1, update] = everyone
@@ -162,7 +162,7 @@ def _first_steps(s: Subject) -> Places:
 
 def _norms_too_early(s: Subject, positions: Positions) -> Findings:
     """Norms that come before a reduction of the same gradients."""
-    reduced: dict[tuple[int, int], list[tuple[int, set[int]]]] = defaultdict(list)
+    reduced = defaultdict(list)
     norms = []
     for (rank, (kind, stage, update)), number in positions.items():
         stages = set(reduced_stages(s.header, kind, stage, rank))
@@ -237,7 +237,7 @@ def _out_of_order(s: Subject) -> Findings:
 def _by_members(s: Subject, rank: int) -> dict[Ranks, list[int]]:
     """The numbers of a rank's collectives, by the ranks that take part."""
     graph = s.graph
-    found: dict[Ranks, list[int]] = defaultdict(list)
+    found = defaultdict(list)
     for number in range(graph.starts[rank], graph.starts[rank + 1]):
         collective = graph.collective_of.get(number)
         if collective is not None:

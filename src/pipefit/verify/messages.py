@@ -56,7 +56,7 @@ def _gathers(s: Subject) -> Findings:
 
 def _owed(header: Header) -> dict[ValueKey, Link]:
     """The values that must be sent, with source and target rank."""
-    result: dict[ValueKey, Link] = {}
+    result = {}
     for stage in range(header.last_stage):
         for mb in range(header.total_microbatches):
             source = header.rank_of(stage, mb)

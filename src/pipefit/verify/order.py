@@ -12,7 +12,7 @@ from pipefit.verify.subject import Findings, Places, Subject
 
 def dependencies(s: Subject) -> Findings:
     """Needed values that nothing on the rank makes in time; and replays that come before their forward."""
-    made: Places = {}
+    made = {}
     if s.graph.missing:
         made = s.places_of(MAKES)
     for number, value in s.graph.missing:

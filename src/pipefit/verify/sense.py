@@ -30,7 +30,7 @@ def set_aside(program: Program) -> tuple[Program, list[list[int]], list[Finding]
     findings = []
     kept: list[list[int]] = [[] for _ in range(header.num_ranks)]
     for rank, instructions in enumerate(program.ranks):
-        known: dict[tuple[object, ...], tuple[range, range]] = {}
+        known = {}
         for index, i in enumerate(instructions):
             key = i.op, i.stage, i.kind, i.peer, i.tier, i.slot
             if key not in known:

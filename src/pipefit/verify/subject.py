@@ -109,7 +109,7 @@ class Subject:
 
     def places_of(self, rules: Mapping[Op, ValueRule]) -> Places:
         """The instructions that make (or need, or consume) each value, in order, by its rank and the value."""
-        found: Places = defaultdict(list)
+        found = defaultdict(list)
         for number, i in enumerate(self.graph.instructions):
             rank = self.graph.ranks[number]
             for value in rules[i.op](i, self.program, rank):

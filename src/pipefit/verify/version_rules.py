@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
-from pipefit.ir.instruction import StageNumbers
 from pipefit.ir.liveness import is_in_place
 from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.ir.program import WeightRule
@@ -47,8 +46,8 @@ def _used(s: Subject) -> Findings:
 
 def _dropped(s: Subject, rank: int) -> Findings:
     """Checks that each version is dropped after its last use and before the next computation."""
-    last_use: StageNumbers = {}
-    gone: StageNumbers = {}
+    last_use = {}
+    gone = {}
     newest: dict[int, int] = defaultdict(int)
     busy = []
     for number, i in enumerate(s.program.ranks[rank], s.graph.starts[rank]):
