@@ -29,7 +29,7 @@ from torch import Tensor
 from pipefit.checkpoint.manifest import MANIFEST, Manifest, candidates, step_name
 from pipefit.checkpoint.optim import optimization_of
 from pipefit.checkpoint.sharded import Sharing, whole_states
-from pipefit.checkpoint.state import Tensors, aliases_of, saved_forms, saved_names, saved_stages, saved_tensors
+from pipefit.checkpoint.state import aliases_of, saved_forms, saved_names, saved_stages, saved_tensors
 from pipefit.checkpoint.tensor_files import header, write_tensors
 from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError
@@ -40,6 +40,7 @@ from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.spec.files import JsonObject, encode, sync_folder
 from pipefit.spec.sealed import seal, write_file
+from pipefit.stage.training import Tensors
 
 _TEMPORARY = ".tmp-"
 _TRASH = ".trash-"

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from pipefit.checkpoint.manifest import Optimization
 from pipefit.checkpoint.optim import by_parameter, optimizer_tensors, read_of, restore_optimizer
-from pipefit.checkpoint.state import Tensors, weights_of
+from pipefit.checkpoint.state import weights_of
 from pipefit.runtime.worker import Worker
 from pipefit.spill.rank import Spilling
 from pipefit.spill.tiers import Key
+from pipefit.stage.training import Tensors
 
 Row = tuple[int, list[str]]
 """The stage and the names of the tensors of one record."""

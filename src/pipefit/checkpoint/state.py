@@ -14,9 +14,7 @@ from pipefit.errors import ModelError
 from pipefit.runtime.worker import Worker
 from pipefit.spec import Plan
 from pipefit.stage.split import NamedLayer
-
-Tensors = dict[str, Tensor]
-"""Tensors by their names."""
+from pipefit.stage.training import Tensors
 
 
 def saved_stages(plan: Plan, worker: Worker, among: Container[int] | None = None) -> list[int]:

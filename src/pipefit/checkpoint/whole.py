@@ -12,13 +12,14 @@ from torch import Tensor
 
 from pipefit.checkpoint.commit import explaining, make_folder
 from pipefit.checkpoint.sharded import Sharing
-from pipefit.checkpoint.state import Tensors, aliases_of, saved_stages, tensors_of, weights_of
+from pipefit.checkpoint.state import aliases_of, saved_stages, tensors_of, weights_of
 from pipefit.checkpoint.tensor_files import write_tensors
 from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError
 from pipefit.runtime.collectives import agree, attempt, broadcast, exchange
 from pipefit.runtime.progress import SAVING
 from pipefit.spec.files import sync_folder
+from pipefit.stage.training import Tensors
 
 
 def whole_state(pipeline: Trained, names: Iterable[str] | None = None) -> Tensors:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pipefit.cost.unit_costs import UnitCosts
 from pipefit.errors import PipefitError
+from pipefit.ir.instruction import Indices
 from pipefit.spec.options import setting
 from pipefit.units import format_seconds
 
@@ -27,7 +28,7 @@ class SourceOptions:
     topology: str | None = setting(
         None, "Links and devices: a TOML file, local:N, GPUs such as 8xH100:16, or a name.", "--topology", "--machine"
     )
-    layers: tuple[int, ...] = setting(
+    layers: Indices = setting(
         (), "Layers of each stage, like 3,3, which a .pipe file does not contain.", typed="numbers"
     )
     steps: int = setting(1, "Weight updates of a plan's program.", least=1)
@@ -49,7 +50,7 @@ class Source:
     plan: Plan | None
     profile: Profile | None
     topology: Topology | None
-    layers: tuple[int, ...]
+    layers: Indices
 
     def cost(self, given: UnitCosts) -> CostModel:
         """Costs from the profile, or the unit costs given where there is none, on the links of the topology.

@@ -11,6 +11,7 @@ from pipefit.cli.answer import Answer
 from pipefit.cli.models import ModelName, ModelOptions, batch_of, make_model
 from pipefit.cli.options import Count, Json, verb
 from pipefit.errors import PipefitError
+from pipefit.ir.instruction import Indices
 from pipefit.spec import Plan
 from pipefit.spec.files import JsonObject
 from pipefit.spec.options import Updates
@@ -100,7 +101,7 @@ def _processes(rank: str, plan: Plan) -> list[int]:
         if not rank.isdecimal():
             raise PipefitError(f"--rank: expected the number of a process or all, got {rank!r}")
         return [int(rank)]
-    first: dict[tuple[int, ...], int] = {}
+    first: dict[Indices, int] = {}
     for number in range(plan.placement.num_ranks):
         stages = [stage for stage, ranks in enumerate(plan.placement.ranks) if number in ranks]
         first.setdefault(tuple(stages), number * plan.tensor)

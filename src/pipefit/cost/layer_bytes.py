@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pipefit.ir.instruction import Indices
 from pipefit.ir.spill import GRAIN_BYTES
 from pipefit.spec.plan import Plan
 
@@ -48,7 +49,7 @@ class ModelBytes:
     """
 
     layers: tuple[LayerBytes, ...]
-    ties: tuple[tuple[tuple[int, ...], LayerBytes], ...] = ()
+    ties: tuple[tuple[Indices, LayerBytes], ...] = ()
 
     def figures(self, cost: CostModel, plan: Plan) -> dict[str, Any]:
         """Fields of a plan's `CostModel` with these bytes: records are whole blocks, and tensors have objects.

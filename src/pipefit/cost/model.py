@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Final
 
 from pipefit.cost.rings import Ring, all_gather_s, all_reduce_s, even, over, ring_of
 from pipefit.errors import PlanError
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Indices, Instruction
 from pipefit.ir.liveness import Lifetime, lifetimes, working_lifetimes
 from pipefit.ir.op import OP_SPEC, Kind, Lane, Op, Reduction
 from pipefit.ir.values import Value
+from pipefit.spec.plan import Figures
 from pipefit.spec.topology import Tier, Topology
 
 if TYPE_CHECKING:
@@ -69,32 +70,32 @@ class CostModel:
         tensor: ranks that share each stage; a piece is 1/t of its value.
     """
 
-    forward_s: tuple[float, ...]
-    backward_input_s: tuple[float, ...]
-    backward_weight_s: tuple[float, ...]
-    split_s: tuple[float, ...] = ()
-    split_input_s: tuple[float, ...] = ()
-    recompute_s: tuple[float, ...] = ()
-    step_s: tuple[float, ...] = ()
-    host_step_s: tuple[float, ...] = ()
+    forward_s: Figures
+    backward_input_s: Figures
+    backward_weight_s: Figures
+    split_s: Figures = ()
+    split_input_s: Figures = ()
+    recompute_s: Figures = ()
+    step_s: Figures = ()
+    host_step_s: Figures = ()
     loss_s: float = 0
     load_s: float = 0
-    act_bytes: tuple[float, ...] = ()
-    grad_bytes: tuple[float, ...] = ()
-    saved_bytes: tuple[float, ...] = ()
-    replay_bytes: tuple[float, ...] = ()
-    half_bytes: tuple[float, ...] = ()
-    weight_bytes: tuple[float, ...] = ()
-    wgrad_bytes: tuple[float, ...] = ()
-    optim_bytes: tuple[float, ...] = ()
-    shard_bytes: tuple[float, ...] = ()
-    sum_bytes: tuple[float, ...] = ()
+    act_bytes: Figures = ()
+    grad_bytes: Figures = ()
+    saved_bytes: Figures = ()
+    replay_bytes: Figures = ()
+    half_bytes: Figures = ()
+    weight_bytes: Figures = ()
+    wgrad_bytes: Figures = ()
+    optim_bytes: Figures = ()
+    shard_bytes: Figures = ()
+    sum_bytes: Figures = ()
     gathered: frozenset[int] = frozenset()
-    fixed_bytes: tuple[float, ...] = ()
+    fixed_bytes: Figures = ()
     input_bytes: float = 0
     target_bytes: float = 0
     tied_bytes: Mapping[int, float] = field(default_factory=dict)
-    work_bytes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    work_bytes: Mapping[str, Figures] = field(default_factory=dict)
     summed_per_byte: float = 1
     overlapped: bool = False
     topology: Topology | None = None
@@ -103,8 +104,8 @@ class CostModel:
     post_s: float = 0
     copy_s_per_byte: float = 0
     overhead_s: float = 0
-    speed: tuple[float, ...] = ()
-    copies: tuple[tuple[int, ...], ...] = ()
+    speed: Figures = ()
+    copies: tuple[Indices, ...] = ()
     tiers: tuple[Tier, ...] = ()
     tensor: int = 1
 
@@ -357,7 +358,7 @@ class CostModel:
 
 
 _PER_STAGE: Final = [
-    item.name for item in fields(CostModel) if item.type == "tuple[float, ...]" and item.name != "speed"
+    item.name for item in fields(CostModel) if item.type == "Figures" and item.name != "speed"
 ]
 _LIKE = {
     "recompute_s": "forward_s",

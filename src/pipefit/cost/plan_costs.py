@@ -11,7 +11,7 @@ from pipefit.cost.model import CostModel
 from pipefit.cost.work import work_of
 from pipefit.errors import PlanError
 from pipefit.ir.op import Work
-from pipefit.spec.plan import COMING_AND_GOING, Partition, Plan
+from pipefit.spec.plan import COMING_AND_GOING, Figures, Partition, Plan
 from pipefit.spec.profile import ARITHMETIC, Layer, Profile
 from pipefit.spec.topology import Topology
 
@@ -98,7 +98,7 @@ def of_plan(
         sizes_bytes = [layer.replay_bytes(stage.replays) for layer in plain]
         replays_bytes.append(max(sizes_bytes))
 
-    def total(figure: Callable[[Layer], float]) -> tuple[float, ...]:
+    def total(figure: Callable[[Layer], float]) -> Figures:
         return tuple(sum(map(figure, layers)) for layers in stages)
 
     # Each replica steps its part and keeps the states of it.
@@ -108,8 +108,8 @@ def of_plan(
     held = [profile.weights_of(stage.layers) for stage in partition.stages]
     weights = tuple(whole for whole, _ in held)
     trained = tuple(learned for _, learned in held)
-    steps_s: tuple[float, ...] = ()
-    optim_bytes: tuple[float, ...] = ()
+    steps_s: Figures = ()
+    optim_bytes: Figures = ()
     for stage, size, num in zip(partition.stages, trained, parts, strict=True):
         steps_s += (profile.optimizer_of(stage.layers) / num,)
         optim_bytes += (size * (state_per_weight / num + profile.added_per_byte),)
@@ -174,7 +174,7 @@ def _work_of(
     stages: Sequence[Sequence[Layer]],
     cost: CostModel,
     parts: Sequence[int],
-) -> dict[str, tuple[float, ...]]:
+) -> dict[str, Figures]:
     """The memory that each stage takes and frees while its instructions run.
 
     A replica steps its part, in which a weight may be whole. With Gloo it receives from every other replica as many
@@ -204,7 +204,7 @@ def _grad_bytes(layer: Layer) -> float:
     return layer.grad_bytes
 
 
-def _crossing(profile: Profile, partition: Partition, figure: Callable[[Layer], float]) -> tuple[float, ...]:
+def _crossing(profile: Profile, partition: Partition, figure: Callable[[Layer], float]) -> Figures:
     """For each stage, the bytes that cross the cut after it: every output used beyond it, counted once.
 
     After the last stage: its outputs that nothing uses, which the loss reads.
@@ -230,7 +230,7 @@ def _crossing(profile: Profile, partition: Partition, figure: Callable[[Layer], 
     return tuple(sizes)
 
 
-def speeds_of(topology: Topology, tensor: int = 1) -> tuple[float, ...]:
+def speeds_of(topology: Topology, tensor: int = 1) -> Figures:
     """Speed of each rank over the device of the profile; (): all alike. The slowest of t devices sets a rank's."""
     have_flops = all(device.flops for device in topology.devices)
     if not topology.devices or not have_flops:

@@ -12,6 +12,7 @@ from pipefit.cost.model import CostModel
 from pipefit.errors import PlanError
 from pipefit.ir.program import Header
 from pipefit.spec.options import setting
+from pipefit.spec.plan import Figures
 from pipefit.spec.topology import Tier
 
 
@@ -64,10 +65,10 @@ def unit(
     input, weight = _halves(backward, input, weight)
     num_stages = header.num_stages
 
-    def every(total: float) -> tuple[float, ...]:
+    def every(total: float) -> Figures:
         return (_divide(total * header.num_ranks, num_stages),) * num_stages
 
-    def trained(total: float) -> tuple[float, ...]:
+    def trained(total: float) -> Figures:
         return (0,) * header.frozen + every(total)[header.frozen :]
 
     tiers: tuple[Tier, ...] = ()

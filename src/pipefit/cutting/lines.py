@@ -92,7 +92,7 @@ def _cheapest(prices: Sequence[float], places: Sequence[int]) -> int:
     return min(places, key=lambda place: (prices[place], -place))
 
 
-def _last_uses(flow: Flow, order: Mapping[fx.Node, int], end: int) -> dict[fx.Node, int]:
+def _last_uses(flow: Flow, order: Mapping[fx.Node, int], end: int) -> Layers:
     """The number, in some order, of the last node that takes each computed one; `end` where the output has it."""
     found = {}
     for node in flow.computed:

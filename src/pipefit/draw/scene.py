@@ -12,6 +12,7 @@ from pipefit.ir.instruction import Indices, Instruction
 from pipefit.ir.liveness import kept_inputs, peak_inflight, weight_versions
 from pipefit.ir.op import OP_SPEC, Op, Reduction
 from pipefit.ir.program import Header, WeightRule
+from pipefit.spec.plan import Figures
 from pipefit.timeline import Timeline
 from pipefit.timeline.path import waited_for
 from pipefit.units import counted
@@ -84,10 +85,10 @@ class Facts:
     makespan_s: float
     bubble_fraction: float
     bubble_over_ideal: float
-    peak_inflight: tuple[float, ...]
+    peak_inflight: Figures
     weight_versions: Indices
     kept_inputs: Indices
-    peak_bytes: tuple[float, ...] = ()
+    peak_bytes: Figures = ()
     spill: str = ""
     slots: int = 0
 
@@ -240,7 +241,7 @@ def _facts(timeline: Timeline, seconds: bool) -> Facts:
         kept = [kept_inputs(program, rank) for rank in ranks]
     else:
         slots = header.spill.weights_slots
-    peak_bytes: tuple[float, ...] = ()
+    peak_bytes: Figures = ()
     if seconds:
         peak_bytes = _peak_bytes(timeline)
     return Facts(
@@ -275,7 +276,7 @@ def _spill_words(header: Header) -> str:
     return words
 
 
-def _peak_bytes(timeline: Timeline) -> tuple[float, ...]:
+def _peak_bytes(timeline: Timeline) -> Figures:
     if len(timeline.memory) < len(timeline.program.ranks) or not all(timeline.memory):
         return ()
     return tuple(map(timeline.peak_bytes, range(len(timeline.memory))))

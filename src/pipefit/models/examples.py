@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 Batch = tuple[Any, Any]
 """Input and target."""
-Loss = Callable[[Any, Any], Tensor]
 Example = Callable[[int, int], Batch]
 
 

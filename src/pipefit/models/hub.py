@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipefit.cutting import Cut, cut
 from pipefit.cutting.own import most_positions, random_batch, text_configuration, without_adapters
@@ -23,6 +23,7 @@ from pipefit.runtime.malloc import trim
 from pipefit.spec.arguments import checked
 from pipefit.stage.accelerator import CPU
 from pipefit.stage.materialise import lent_weights, materialise
+from pipefit.stage.training import Tensors
 
 PREFIX = "transformers:"
 _NEEDED = "models of transformers need that library: pip install 'pipefit[hf]'"
@@ -202,7 +203,7 @@ def reason_of(problem: Exception) -> str:
 
 
 def _examples(model: nn.Module) -> Example:
-    def example(batch: int, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def example(batch: int, seed: int = 0) -> tuple[Tensors, Tensors]:
         made = random_batch(model, batch, seed)
         return made, made
 

@@ -16,12 +16,13 @@ from pipefit.errors import ModelError, nearest
 from pipefit.models import examples
 from pipefit.models.blocks import chain
 from pipefit.models.convolution import convnet
-from pipefit.models.examples import Batch, Example, Loss, mean_cross_entropy, mean_cube
+from pipefit.models.examples import Batch, Example, mean_cross_entropy, mean_cube
 from pipefit.models.factory import Factory, Options, call_factory, find_factory
 from pipefit.models.factory_options import check_options, parse_text, signature_of
 from pipefit.models.gpt import gpt
 from pipefit.models.hub import hub_parts, is_folder, is_hub
 from pipefit.models.mlp import mlp
+from pipefit.parallel.loss import Loss
 from pipefit.stage.split import is_sequence, joined, named_layers
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pipefit.cutting import watch_shared
 from pipefit.errors import ModelError
+from pipefit.ir.instruction import Indices
 from pipefit.ir.program import Header, Program
 from pipefit.parallel.mesh import Mesh, make_mesh, release, shard_layers
 from pipefit.pipeline.given_model import GivenModel
@@ -159,7 +160,7 @@ def worker_of(
     spilling: Spilling | None = None,
     mesh: Mesh | None = None,
     fill: Callable[[Sequence[NamedLayer]], None] | None = None,
-    kept: Mapping[tuple[int, ...], Stepped] = MappingProxyType({}),
+    kept: Mapping[Indices, Stepped] = MappingProxyType({}),
 ) -> Worker:
     """The worker of a rank of a plan.
 

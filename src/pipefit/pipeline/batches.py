@@ -17,6 +17,7 @@ from pipefit.profiling.tensors import tensors_of
 from pipefit.runtime.collectives import check_alike
 from pipefit.runtime.microbatches import MicroBatch, Weigh, feed_of
 from pipefit.runtime.session import Session
+from pipefit.spec.files import JsonObject
 
 _KEPT_STEPS = 4
 _MOST_IN_FLIGHT = 256
@@ -59,7 +60,7 @@ class DataComparison:
             self.enters(next(iter(first), None))
             self.enters = None
             return chain(first, batches)
-        facts: dict[str, Any] = {"batches": number, "steps": steps}
+        facts: JsonObject = {"batches": number, "steps": steps}
         if first:
             facts |= _facts_of(first[0])
         self._compare(facts)
@@ -83,13 +84,13 @@ class DataComparison:
             self.session.roll_call("Pipeline.step()")
             self._compare(_facts_of(batch))
 
-    def _compare(self, facts: dict[str, Any]) -> None:
+    def _compare(self, facts: JsonObject) -> None:
         self.is_due = False
         facts |= {"steps trained": self._state.num_updates, "position in the data": self._state.position.words}
         self.session.unit(lambda: check_alike(self.session, lambda: facts, DataError, CURE))
 
 
-def _facts_of(batch: Any) -> dict[str, Any]:
+def _facts_of(batch: Any) -> JsonObject:
     """The facts of a first batch that ranks compare."""
     return {"shapes of the first batch": described(batch), "checksum of the first batch": _checksum(batch)}
 

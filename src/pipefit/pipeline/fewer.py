@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from pipefit.errors import PipefitError
+from pipefit.ir.instruction import Indices
 from pipefit.runtime.session import Session
 from pipefit.schedules import find, shape_of
 from pipefit.spec import Plan
@@ -119,7 +120,7 @@ def _nearest(request: Request, count: int, plan: Plan) -> Iterator[tuple[str, Re
         yield "1f1b without tensor parallelism", replace(one, schedule="1f1b", parallelism=plain)
 
 
-def _fewer_copies(copies: Sequence[int], count: int) -> Iterator[tuple[int, ...]]:
+def _fewer_copies(copies: Sequence[int], count: int) -> Iterator[Indices]:
     """Copies of the stages on fewer ranks: a stage with the most loses the next one, beginning at each stage.
 
     Of stages with equally many the last one comes first: its micro-batches in flight are the fewest.

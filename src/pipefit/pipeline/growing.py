@@ -27,6 +27,7 @@ from pipefit.runtime.joining import DOOR, OWN, READY, Entry
 from pipefit.runtime.repairs import BACK, Repairs
 from pipefit.runtime.session import current
 from pipefit.spec import Plan
+from pipefit.spec.files import JsonObject
 from pipefit.stage.materialise import forget_others
 from pipefit.stage.ties import tied_groups
 
@@ -74,7 +75,7 @@ class Growing:
 
     # ---- the ranks -------------------------------------------------------------------------------------------------
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> JsonObject:
         """The state of the training, before a process may enter. Every rank calls it.
 
         Where copies of a stage share weights, a copy in memory has the same state. It was made after the step, unless
@@ -90,7 +91,7 @@ class Growing:
                 pipe.recovery.memory.keep()
         return dict(pipe.state.saved())
 
-    def admit(self, number: int, state: dict[str, Any], batch: Any) -> None:
+    def admit(self, number: int, state: JsonObject, batch: Any) -> None:
         """Lets a process enter between two steps. Every rank calls it.
 
         Args:
@@ -110,7 +111,7 @@ class Growing:
         if entry:
             _certainly(self._admit, entry, state, batch)
 
-    def _admit(self, entry: Entry, state: dict[str, Any], batch: Any) -> None:
+    def _admit(self, entry: Entry, state: JsonObject, batch: Any) -> None:
         pipe = self._pipe
         before = current().rank
         session = current().with_newcomer(entry)

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from pipefit.errors import DataError, PipefitError
+from pipefit.spec.files import JsonObject
 
 
 @dataclass
@@ -54,17 +55,17 @@ class LoaderPosition:
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
-        self._saved: dict[str, Any] | None = None
+        self._saved: JsonObject | None = None
         # At most one pass. It is freed separately: in a cycle of garbage its worker processes end only after seconds.
         self._current: list[_Pass] = []
         weakref.finalize(self, self._current.clear)
 
-    def resume(self, state: dict[str, Any] | None) -> None:
+    def resume(self, state: JsonObject | None) -> None:
         """Sets the position that `state` returned; it is that of the next loader."""
         self._saved = state
         self._current.clear()
 
-    def state(self) -> dict[str, Any] | None:
+    def state(self) -> JsonObject | None:
         """Returns the position as JSON data; None: there was no loader yet."""
         if not self._current:
             return self._saved
@@ -219,7 +220,7 @@ def _state_of(loader: Any) -> Any:
     return [one.get_state() for one in _generators(loader)]
 
 
-def _restore(loader: Any, saved: dict[str, Any]) -> None:
+def _restore(loader: Any, saved: JsonObject) -> None:
     was = _in_words(saved)
     now = _in_words(_kind(loader))
     cure = "give the same loader, or start it again with fit(iter(loader), …)"
@@ -239,11 +240,11 @@ def _restore(loader: Any, saved: dict[str, Any]) -> None:
         raise DataError(f"{kind} does not take the state in the checkpoint: {problem}; {cure}") from None
 
 
-def _kind(loader: Any) -> dict[str, Any]:
+def _kind(loader: Any) -> JsonObject:
     return {"kind": type(loader).__name__, "length": number_of(loader)}
 
 
-def _in_words(kind: dict[str, Any]) -> str:
+def _in_words(kind: JsonObject) -> str:
     return f"a {kind['kind']} of {kind['length'] or 'unknown'} batches"
 
 

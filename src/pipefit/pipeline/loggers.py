@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import PipefitError
 from pipefit.spec.arguments import checked
-from pipefit.spec.files import write_atomically
+from pipefit.spec.files import JsonObject, write_atomically
 
 if TYPE_CHECKING:
     from pipefit.pipeline.callbacks import Record
@@ -176,7 +176,7 @@ def csv_log(path: str | Path) -> Logger:
     return Logger(begin, place)
 
 
-def entries_of(path: Path) -> Iterator[dict[str, Any]]:
+def entries_of(path: Path) -> Iterator[JsonObject]:
     """The entries of a log of lines of JSON, each with its step; damaged lines are left out, with a warning."""
     for number, line in enumerate(_whole_lines(path), 1):
         try:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pipefit.errors import PlanError
+from pipefit.ir.instruction import Indices
 from pipefit.ir.spill import Spill
 from pipefit.pipeline.layer_sizes import sizes_of, state_per_weight
 from pipefit.planner import NOT_FROM_DISK, Cap, plan
@@ -222,7 +223,7 @@ def spill_of(spill: Spilled, num_stages: int, ties: Sequence[Sequence[int]] = ()
     return msgspec.structs.replace(made, on_host=on_host, keeps=kept)
 
 
-def _chosen(name: str, choice: object, words: Sequence[str], every: str, stages: Sequence[int]) -> tuple[int, ...]:
+def _chosen(name: str, choice: object, words: Sequence[str], every: str, stages: Sequence[int]) -> Indices:
     """The stages of a choice: a word, of which `every` means all of them, or their numbers."""
     if isinstance(choice, str) and choice in words:
         if choice == every:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from pipefit.draw.drawing import Drawing, drawing_of
 from pipefit.errors import PlanError
 from pipefit.parallel import widths_of
+from pipefit.parallel.loss import Loss
 from pipefit.planner import PlanOptions
 from pipefit.planner import plan as search
 from pipefit.planner.explain import explain
@@ -68,7 +69,7 @@ def plan(
     *,
     example: tuple[Any, Any] | None = None,
     topology: Topology | str | Path,
-    loss: Callable[[Any, Any], Tensor] | None = None,
+    loss: Loss | None = None,
     num_microbatches: int | Sequence[int] | None = None,
     **options: Any,
 ) -> Planned:

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from pipefit.checkpoint.commit import explaining
 from pipefit.checkpoint.sharded import Sharing
 from pipefit.checkpoint.state import saved_names, saved_stages, weights_of
@@ -21,6 +19,7 @@ from pipefit.errors import ModelError
 from pipefit.runtime.collectives import agree, attempt
 from pipefit.runtime.progress import SAVING
 from pipefit.stage.split import NamedLayer
+from pipefit.stage.training import Tensors
 
 _NOT_COPIED = ("model*.safetensors*", "*.bin", "*.pt", "*.pth", "*.gguf", "config.json", "generation_config.json")
 
@@ -72,7 +71,7 @@ def _begin(folder: Path, source: Path | None) -> None:
                     shutil.copy(path, folder)
 
 
-def _write_adapters(model: Any, adapters: dict[str, Tensor], folder: Path) -> None:
+def _write_adapters(model: Any, adapters: Tensors, folder: Path) -> None:
     """Writes adapters, and a model card in place of the one of their base, or of the empty one of peft."""
     model.save_pretrained(folder, state_dict=adapters)
     config = next(iter(model.peft_config.values()))
@@ -109,7 +108,7 @@ def _write_stages(pipe: Trained, model: Any, folder: Path) -> dict[str, str]:
                     sharing.send(stage, saved_names(worker, stage))
                 continue
             with worker.presence(stage):
-                held: dict[str, Tensor] = {}
+                held: Tensors = {}
                 for name, saved, value in weights_of(worker, stage):
                     if name == saved:
                         whole = worker.mesh.whole(name, sharing.whole(stage, name, value.detach()))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from pipefit.ir.instruction import Indices
 from pipefit.ir.program import Program, WeightRule
 from pipefit.pipeline.memory_cap import spilled_shape
 from pipefit.pipeline.nonfinite import needs_norm
@@ -40,7 +41,7 @@ class Programs:
         self._training = training
         self._ties = tied_groups(layers, plan.partition)
         self._spill = spill
-        self.without: dict[tuple[int, ...], Programs | None] = {}
+        self.without: dict[Indices, Programs | None] = {}
         self._known: dict[int, Program] = {}
 
     def of(self, num_updates: int) -> Program:

@@ -37,6 +37,7 @@ from pipefit.checkpoint.optim import Read, by_parameter, optimization_of, read_o
 from pipefit.checkpoint.restore import readers_of
 from pipefit.checkpoint.state import tensors_of
 from pipefit.errors import DisagreementError, ModelError, PipefitError, PlanError
+from pipefit.ir.instruction import Indices
 from pipefit.ir.program import Header
 from pipefit.parallel.alike import differences
 from pipefit.pipeline.assembly import release_others, worker_of
@@ -49,6 +50,7 @@ from pipefit.runtime.progress import MEETING
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Stepped, Worker, layers_of
 from pipefit.spec import Plan
+from pipefit.spec.files import JsonObject
 from pipefit.stage.accelerator import settle
 from pipefit.stage.materialise import forget_others, give_memory
 from pipefit.stage.split import NamedLayer, split
@@ -163,7 +165,7 @@ def _prepared(
     """The plan with its proved program, and the layers whose state each process has; all processes agree on them."""
     found = []
 
-    def prepare() -> dict[str, Any]:
+    def prepare() -> JsonObject:
         if session is pipe.session and (why := why_fixed(pipe.plan) or why_fixed(plan)):
             raise PlanError(f"rearrange: {why}; save, and load the checkpoint into a new pipeline")
         if pipe.engine.is_lost and not is_restored:
@@ -313,7 +315,7 @@ def _built(
     """
     plan = following.plan
     header = following.programs.shortest().header
-    kept: dict[tuple[int, ...], Stepped] = {}
+    kept: dict[Indices, Stepped] = {}
     if not is_restored:
         for worker in pipe.workers:
             kept |= worker.stepped()

@@ -30,7 +30,7 @@ from pipefit.runtime.faults import IN_PLACE, note, noted
 from pipefit.runtime.outliving import outliving_folder
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan
-from pipefit.spec.files import read_json, write_json
+from pipefit.spec.files import JsonObject, read_json, write_json
 
 _log = logging.getLogger("pipefit.checkpoint")
 
@@ -81,7 +81,7 @@ class Recovery:
         self._is_first_fit = True
         self.first: Fit | None = None
         self._losses: list[float] = []
-        self._facts: dict[str, Any] = {}
+        self._facts: JsonObject = {}
         self._log: Logger | None = None
 
     def follow(self, session: Session) -> None:

@@ -21,9 +21,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.optim import Optimizer
 
 from pipefit.errors import ModelError, PlanError
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Indices, Instruction
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
+from pipefit.models.examples import Batch
 from pipefit.parallel.weights import WeightStore
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.profiling.live_bytes import MetaCount
@@ -74,7 +75,7 @@ class Rehearsed:
     process: int
     rank: int
     program: Program
-    stages: tuple[int, ...]
+    stages: Indices
     weight_bytes: int
     grad_bytes: int
     optim_bytes: int
@@ -90,7 +91,7 @@ class Rehearsed:
 def rehearse(
     model: Any,
     loss: Loss,
-    batch: tuple[Any, Any],
+    batch: Batch,
     plan: Plan,
     process: int,
     *,
@@ -123,7 +124,7 @@ def rehearse(
         return _counted(made, process, batch)
 
 
-def _counted(pipe: Pipeline, process: int, batch: tuple[Any, Any]) -> Rehearsed:
+def _counted(pipe: Pipeline, process: int, batch: Batch) -> Rehearsed:
     """Runs the pass of a step that is not the first, so that its optimizers have states, and counts."""
     engine = pipe.engine
     worker = engine.workers[0]
@@ -164,7 +165,7 @@ def _counted(pipe: Pipeline, process: int, batch: tuple[Any, Any]) -> Rehearsed:
     )
 
 
-def _feed(pipe: Pipeline, batch: tuple[Any, Any], num_steps: int) -> list[MicroBatch]:
+def _feed(pipe: Pipeline, batch: Batch, num_steps: int) -> list[MicroBatch]:
     """The batch as the data of every step; no line about it is compared, since nobody else has one."""
     size = pipe.plan.num_microbatches
     found: list[MicroBatch] = []

@@ -20,6 +20,7 @@ from pipefit.runtime.collectives import agree, attempt, exchange
 from pipefit.runtime.session import Session, current
 from pipefit.spec import Plan
 from pipefit.spec.arguments import Amount, checked
+from pipefit.spec.files import JsonObject
 from pipefit.spec.options import Spilled
 from pipefit.spill.rank import Spilling, tier_name
 from pipefit.spill.tier_file import Commit, read_about, read_commits
@@ -31,7 +32,7 @@ _MOST_NAMED = 3
 _OF_A_PLAN = ("prediction", "candidates", "plan_seconds", "method", "model")
 
 
-def identity(layers: Sequence[NamedLayer], plan: Plan, training: Training, about: Mapping[str, Any]) -> dict[str, Any]:
+def identity(layers: Sequence[NamedLayer], plan: Plan, training: Training, about: Mapping[str, Any]) -> JsonObject:
     """The identity of a run as JSON data: all settings that determine its numbers and their places.
 
     Args:
@@ -89,13 +90,13 @@ def identified(
     return replace(spill, about=about)
 
 
-def optimizer_facts(make: MakeOptimizer) -> dict[str, Any]:
+def optimizer_facts(make: MakeOptimizer) -> JsonObject:
     """The kind and settings of an optimizer; nothing where it needs particular parameters."""
     try:
         made = make([nn.Parameter(torch.zeros(1))])
     except Exception:
         return {}
-    facts: dict[str, Any] = {"kind": type(made).__name__}
+    facts: JsonObject = {"kind": type(made).__name__}
     for key, value in made.defaults.items():
         if isinstance(value, int | float | str | list | tuple):
             facts[key] = value

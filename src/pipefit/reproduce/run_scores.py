@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
@@ -13,6 +13,7 @@ from statistics import median
 from pipefit.draw.chart import chart
 from pipefit.planner.machines import load_topology
 from pipefit.planner.measured_runs import Expected, MeasuredRun, fit_machine, fits, predict, read_runs
+from pipefit.run.observer import Say
 from pipefit.spec.files import JsonObject
 from pipefit.units import columns
 
@@ -128,7 +129,7 @@ class Published:
         )
 
 
-def published_runs(on_collection: Callable[[str], None] | None = None) -> Published:
+def published_runs(on_collection: Say | None = None) -> Published:
     """Predicts all published runs, first with constants of data sheets, then with a machine fitted to a part of them.
 
     Args:

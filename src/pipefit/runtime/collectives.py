@@ -18,6 +18,7 @@ from pipefit.errors import PipefitError, kind_of
 from pipefit.parallel.alike import differences
 from pipefit.parallel.waiting import collective, finish
 from pipefit.runtime.session import Session
+from pipefit.spec.files import JsonObject
 
 
 def exchange(session: Session, data: Any) -> list[Any]:
@@ -93,7 +94,7 @@ def _together(session: Session, call: Callable[..., Any], *args: Any) -> None:
             collective(call, *args, group=session.group)
 
 
-def attempt(function: Callable[[], Any]) -> dict[str, Any]:
+def attempt(function: Callable[[], Any]) -> JsonObject:
     """Returns the value of a function, or its error, as JSON data: {"value": …} or {"error": text, "kind": class}."""
     try:
         return {"value": function()}
@@ -104,13 +105,13 @@ def attempt(function: Callable[[], Any]) -> dict[str, Any]:
         return {"error": text, "kind": type(problem).__name__}
 
 
-def agree(session: Session, outcome: dict[str, Any], kind: type[PipefitError] = PipefitError) -> list[Any]:
+def agree(session: Session, outcome: JsonObject, kind: type[PipefitError] = PipefitError) -> list[Any]:
     """Returns the values of all processes' attempts.
 
     Raises:
         PipefitError: of `kind`, on every process with the same message, when an attempt failed on any.
     """
-    outcomes: Sequence[dict[str, Any]] = exchange(session, outcome)
+    outcomes: Sequence[JsonObject] = exchange(session, outcome)
     errors = {rank: o["error"] for rank, o in enumerate(outcomes) if "error" in o}
     if errors:
         rank, first = next(iter(errors.items()))
@@ -119,7 +120,7 @@ def agree(session: Session, outcome: dict[str, Any], kind: type[PipefitError] = 
     return [o["value"] for o in outcomes]
 
 
-def check_alike(session: Session, parts: Callable[[], dict[str, Any]], kind: type[PipefitError], cure: str) -> None:
+def check_alike(session: Session, parts: Callable[[], JsonObject], kind: type[PipefitError], cure: str) -> None:
     """Compares parts of what all ranks must have alike.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipefit.ir.graph import dependency_graph
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Indices, Instruction
 from pipefit.ir.liveness import early_sums, is_in_place, lifetimes
 from pipefit.ir.op import OP_SPEC, Op
 from pipefit.ir.program import Program
@@ -33,8 +33,8 @@ class CompiledRank:
     program: Program
     rank: int
     instructions: tuple[Instruction, ...]
-    awaits: tuple[tuple[int, ...], ...]
-    awaited_at_end: tuple[int, ...]
+    awaits: tuple[Indices, ...]
+    awaited_at_end: Indices
     frees: tuple[tuple[tuple[str, int, int], ...], ...]
     in_place: frozenset[int]
     partial: frozenset[int]
@@ -70,7 +70,7 @@ def _compile(program: Program, rank: int) -> CompiledRank:
     )
 
 
-def _awaited(program: Program, rank: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+def _awaited(program: Program, rank: int) -> tuple[tuple[Indices, ...], Indices]:
     """The waits of each instruction, and those that are left for the end."""
     graph = dependency_graph(program)
     start = graph.starts[rank]

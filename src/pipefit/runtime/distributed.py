@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pipefit.errors import ModelError
 from pipefit.ir.graph import FEW_SENDS
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Indices, Instruction
 from pipefit.ir.op import WHOLE_OF, Kind, Op, Reduction
 from pipefit.parallel.buckets import resize
 from pipefit.parallel.mesh import Mesh
@@ -73,7 +73,7 @@ class DistributedTransport:
         self._has_link_groups = link_groups or device.type != "cpu"
         world: Any = dist.group.WORLD
         self._world: dist.ProcessGroup = world
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._groups: dict[Indices, dist.ProcessGroup] = {}
         # The peers that have received an announcement in this pass.
         self._learning: set[int] = set()
         self._lines = BatchLines(self._process, self._world, Tags.LINES)
@@ -99,7 +99,7 @@ class DistributedTransport:
         self._predicted: dict[tuple[int, str], Contract] = {}
         self._told: set[tuple[int, int, str]] = set()
 
-    def prepare(self, member_sets: Sequence[tuple[int, ...]], links: Sequence[tuple[int, int]], unposted: int) -> None:
+    def prepare(self, member_sets: Sequence[Indices], links: Sequence[tuple[int, int]], unposted: int) -> None:
         """Makes the process groups of a program's reductions and links; every process must call it with the same ones.
 
         With NCCL each direction of a pair has its own group: NCCL runs the messages of two ranks in one stream, in
@@ -355,7 +355,7 @@ class DistributedTransport:
 
     # ---- collectives -----------------------------------------------------------------------------------------------
 
-    def all_reduce(self, members: tuple[int, ...], key: tuple[object, ...], tensors: list[Tensor]) -> Ending:
+    def all_reduce(self, members: Indices, key: tuple[object, ...], tensors: list[Tensor]) -> Ending:
         """Starts to sum tensors over some ranks: a single one in place, several of one type in one message."""
         group = self._world if key[0] in _OVER_ALL else self._groups.get(members)
         if group is None:
@@ -374,7 +374,7 @@ class DistributedTransport:
 
         return _ending(*[dist.all_reduce(flat, group=group, async_op=True) for flat in flats], then=unpack)
 
-    def reduce_scatter(self, members: tuple[int, ...], key: tuple[object, ...], whole: Tensor, part: Tensor) -> Ending:
+    def reduce_scatter(self, members: Indices, key: tuple[object, ...], whole: Tensor, part: Tensor) -> Ending:
         """Starts to sum a flat tensor over some ranks, each of which gets its part in place.
 
         Gloo would sum a whole copy on every rank, so with Gloo parts are exchanged and each rank adds up its own, in
@@ -415,7 +415,7 @@ class DistributedTransport:
             then=add,
         )
 
-    def all_gather(self, members: tuple[int, ...], key: tuple[object, ...], part: Tensor, whole: Tensor) -> Ending:
+    def all_gather(self, members: Indices, key: tuple[object, ...], part: Tensor, whole: Tensor) -> Ending:
         """Starts to join the parts of some ranks.
 
         Gloo would gather into a second whole tensor, so with Gloo each rank sends its part to the others in place.

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pipefit.errors import InvalidProgramError, NonFiniteLossError, PipefitError
 from pipefit.ir import text
 from pipefit.ir.graph import collective_members, dependency_graph
 from pipefit.ir.op import Op
 from pipefit.ir.program import Header, Program
+from pipefit.parallel.loss import Loss
 from pipefit.parallel.threads import let_carriers_wait, let_go
 from pipefit.passes.gathering import gathering_of
 from pipefit.runtime.collectives import check_alike
@@ -115,7 +115,7 @@ class Engine:
         feed: Feed,
         metric: Callable[[Any, Any], float] | None = None,
         look: Callable[[], None] | None = None,
-        loss: Callable[[Any, Any], Tensor] | None = None,
+        loss: Loss | None = None,
         commit: Callable[[Execution], Ending] | None = None,
     ) -> list[Execution]:
         """Executes a program once on the ranks of this process.

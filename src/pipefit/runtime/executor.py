@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import COMPUTE_OPS, Op
+from pipefit.parallel.loss import Loss
 from pipefit.runtime.compiled import CompiledRank
 from pipefit.runtime.distributed import DistributedTransport
 from pipefit.runtime.local import LocalTransport
@@ -82,7 +83,7 @@ class Execution:
     at_end: list[Callable[[], object]] = field(default_factory=list)
     copies: dict[int, Copy] = field(default_factory=dict)
     index: int = 0
-    loss: Callable[[Any, Any], Tensor] | None = None
+    loss: Loss | None = None
     look: Callable[[], None] | None = None
     commit: Callable[[Execution], Ending] | None = None
     moments: Moments | None = None

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from pipefit.spec.files import JsonObject
 from pipefit.units import counted, format_seconds
 
 _FILE = "faults.jsonl"
@@ -41,7 +42,7 @@ def forget(folder: Path) -> None:
     (folder / _FILE).unlink(missing_ok=True)
 
 
-def noted(folder: Path) -> list[dict[str, Any]]:
+def noted(folder: Path) -> list[JsonObject]:
     """The lines in the order in which they were written; damaged ones are left out."""
     found = []
     with contextlib.suppress(OSError):

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Indices, Instruction
 from pipefit.runtime.microbatches import Feed
 from pipefit.runtime.transport import Ending, Message
 
@@ -22,7 +22,7 @@ Key = tuple[Any, ...]
 class _Collective:
     """The tensors that the members of a collective have given so far, by rank."""
 
-    members: tuple[int, ...]
+    members: Indices
     of_rank: dict[int, list[Tensor]] = field(default_factory=dict)
 
     @property
@@ -88,23 +88,23 @@ class LocalTransport:
 
         return end
 
-    def all_reduce(self, members: tuple[int, ...], key: Key, tensors: list[Tensor]) -> Ending:
+    def all_reduce(self, members: Indices, key: Key, tensors: list[Tensor]) -> Ending:
         """Replaces the members' tensors by their sums."""
         return self._join(members, key, tensors, lambda all_: torch._foreach_copy_(tensors, all_.sums))
 
-    def reduce_scatter(self, members: tuple[int, ...], key: Key, whole: Tensor, part: Tensor) -> Ending:
+    def reduce_scatter(self, members: Indices, key: Key, whole: Tensor, part: Tensor) -> Ending:
         """This member's part of the sum."""
         index = members.index(self.rank)
         parts = slice(index * len(part), (index + 1) * len(part))
         return self._join(members, key, [whole], lambda all_: part.copy_(all_.sums[0][parts]))
 
-    def all_gather(self, members: tuple[int, ...], key: Key, part: Tensor, whole: Tensor) -> Ending:
+    def all_gather(self, members: Indices, key: Key, part: Tensor, whole: Tensor) -> Ending:
         """Gathers the parts of all; this one is copied, since it may be stepped before the last member reads it."""
         given = [part.clone()]
         return self._join(members, key, given, lambda all_: torch.cat([one for (one,) in all_.given], out=whole))
 
     def _join(
-        self, members: tuple[int, ...], key: Key, tensors: list[Tensor], finish: Callable[[_Collective], object]
+        self, members: Indices, key: Key, tensors: list[Tensor], finish: Callable[[_Collective], object]
     ) -> Ending:
         joined = self.mailbox.collectives.setdefault((self._pass, members, *key), _Collective(members))
         joined.of_rank[self.rank] = tensors

@@ -30,6 +30,7 @@ from pipefit.runtime.joining import DOOR, READY, Door
 from pipefit.runtime.notes import end_waits
 from pipefit.runtime.progress import MEETING, Progress
 from pipefit.runtime.sockets import open_sockets
+from pipefit.spec.files import JsonObject
 from pipefit.stage.accelerator import default_kind
 
 T = TypeVar("T")
@@ -92,7 +93,7 @@ class Answer(NamedTuple):
     """
 
     faults: int
-    states: list[dict[str, Any]]
+    states: list[JsonObject]
 
 
 class Repairs:

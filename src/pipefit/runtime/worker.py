@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipefit.errors import ModelError
+from pipefit.ir.instruction import Indices
 from pipefit.parallel.buckets import GradientBuckets
 from pipefit.parallel.mesh import Mesh
 from pipefit.parallel.sharded_weights import ShardedStore
@@ -103,7 +104,7 @@ class Worker:
         shards: Mapping[int, tuple[int, int]] = MappingProxyType({}),
         shard: Shard = "optimizer",
         fill: Callable[[Sequence[NamedLayer]], None] | None = None,
-        kept: Mapping[tuple[int, ...], Stepped] = MappingProxyType({}),
+        kept: Mapping[Indices, Stepped] = MappingProxyType({}),
     ) -> Worker:
         """Builds the stages of a rank one after the other from their layers, those of `spilling` without their weights.
 
@@ -180,7 +181,7 @@ class Worker:
                     worker.schedulers[index] = scheduler_of(training.scheduler, optimizer)
         return worker
 
-    def stepped(self) -> dict[tuple[int, ...], Stepped]:
+    def stepped(self) -> dict[Indices, Stepped]:
         """The state that steps the parameters of each stage that trains, by the ids of the parameters."""
         found = {}
         for stage, optimizer in self.optimizers.items():
@@ -239,7 +240,7 @@ class Worker:
         """The context, between programs, in which a stage is on the device; see `Store.present`."""
         return self.stores[stage].present(optim, change)
 
-    def tied_gradients(self, stages: tuple[int, ...]) -> list[Tensor]:
+    def tied_gradients(self, stages: Indices) -> list[Tensor]:
         """Gradients of all tied parameters in the model's order, and a mark for those that are real.
 
         The others, of parameters that none of these stages holds, are zeros.

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.errors import PipefitError
+from pipefit.spec.files import JsonObject
 from pipefit.stage.record_layout import is_dense
 
 CPU = torch.device("cpu")
@@ -276,7 +277,7 @@ def workspace_bytes(device: torch.device) -> int:
 # ---- CUDA only -------------------------------------------------------------------------------------------------------
 
 
-def facts_of_cuda() -> dict[str, Any]:
+def facts_of_cuda() -> JsonObject:
     """Versions of CUDA and NCCL, and for each two GPUs whether they reach each other's memory; {} on other machines."""
     if kind() != "cuda":
         return {}

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipefit.errors import look_up
+from pipefit.ir.instruction import Indices
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
+from pipefit.spec.files import JsonObject
 from pipefit.spec.options import LARGEST_LOSS_SCALE
 
 Half = torch.dtype | None
@@ -70,14 +71,14 @@ def narrowed(leaves: Sequence[Tensor], flags: Sequence[bool], half: Half) -> lis
     return [leaf.to(half) if flag and leaf.dtype == torch.float32 else leaf for leaf, flag in flagged]
 
 
-def scale_versions(program: Program) -> tuple[int, ...]:
+def scale_versions(program: Program) -> Indices:
     """For each update, the number of updates decided when its first loss is computed.
 
     The scale of an update's loss may depend only on these: it is then the same on every rank, and known to the last
     stage. An update that uses the weights of version v comes after the decision of update v − 1.
     """
 
-    def found() -> tuple[int, ...]:
+    def found() -> Indices:
         header = program.header
         last = header.last_stage
         known = list(range(header.num_updates(last)))
@@ -141,11 +142,11 @@ class LossScale:
             self._after.append(self.scale)
         return self._finite[update]
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """The state for a checkpoint."""
         return {"scale": self.scale, "streak": self.streak, "skipped": self.skipped}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: JsonObject) -> None:
         """Takes the state from a checkpoint."""
         self.scale = float(state["scale"])
         self.streak = int(state["streak"])

@@ -12,7 +12,7 @@ Models (2022) §5.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -26,13 +26,13 @@ from pipefit.errors import ModelError, PlanError
 from pipefit.stage.compiler import Forward, Forwards, is_one_of_torch
 from pipefit.stage.split import NamedLayer, called_module, joined
 
-_CORES: set[Callable[..., Any]] = {F.scaled_dot_product_attention}
+_CORES: set[Forward] = {F.scaled_dot_product_attention}
 
 replayed = functools.partial(checkpoint, use_reentrant=False)
 """Calls a function so that its backward replays it: `replayed(function, *args)`."""
 
 
-def attention_core(function: Callable[..., Any]) -> Callable[..., Any]:
+def attention_core(function: Forward) -> Forward:
     """Marks a function, which modes of torch can see, as a core of attention: (query, key, value) to their mix."""
     _CORES.add(function)
     return function
@@ -45,12 +45,12 @@ class AttentionCores(TorchFunctionMode):
         around: by default, the core is replayed in the backward.
     """
 
-    def __init__(self, around: Callable[..., Any] = replayed) -> None:
+    def __init__(self, around: Forward = replayed) -> None:
         super().__init__()
         self._around = around
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Forward, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Calls a function of torch."""
         if func in _CORES:

@@ -18,6 +18,7 @@ from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.precision import Half
 from pipefit.stage.replay import AttentionCores, replayed_forwards
 from pipefit.stage.split import NamedLayer, modules_of
+from pipefit.stage.training import Tensors
 
 
 def layer_seed(seed: int, ordinal: int, layer: int) -> int:
@@ -322,14 +323,14 @@ class Stage:
             if buffer is not None and key not in module._non_persistent_buffers_set:
                 yield name, buffer
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> Tensors:
         """Weights and buffers under the user's names."""
-        result: dict[str, Tensor] = {}
+        result: Tensors = {}
         for layer in self.layers:
             result.update(layer.module.state_dict(prefix=layer.dotted))
         return result
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: Tensors) -> None:
         """Takes weights and buffers by the user's names.
 
         Raises:

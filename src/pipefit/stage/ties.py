@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipefit.errors import ModelError
+from pipefit.ir.instruction import Indices
 from pipefit.spec import Partition
 from pipefit.stage.split import NamedLayer, joined
 from pipefit.stage.training import Tie
@@ -46,13 +47,13 @@ def shared_parameters(stages: Mapping[int, Sequence[NamedLayer]], ties: Mapping[
     return tied | {parameter for parameter, count in users.items() if count > 1}
 
 
-def tied_layers(layers: Sequence[NamedLayer]) -> tuple[tuple[int, ...], ...]:
+def tied_layers(layers: Sequence[NamedLayer]) -> tuple[Indices, ...]:
     """Groups of layers that train a weight together."""
     groups = {tuple(sorted({layer for _, _, layer in found})) for found in _trained_at(layers)}
     return tuple(sorted(group for group in groups if len(group) > 1))
 
 
-def tied_groups(layers: Sequence[NamedLayer], partition: Partition) -> tuple[tuple[int, ...], ...]:
+def tied_groups(layers: Sequence[NamedLayer], partition: Partition) -> tuple[Indices, ...]:
     """Groups of stages that train a parameter together, in increasing order of their first stage.
 
     Groups that have a stage in common become one, so that each stage belongs to at most one.

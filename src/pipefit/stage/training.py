@@ -14,6 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from pipefit.errors import ModelError
 from pipefit.stage.precision import Half
 
+Tensors = dict[str, Tensor]
+"""Tensors by their names."""
+
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 Loss = Callable[[Any, Any], Any]
@@ -60,7 +63,7 @@ def with_metrics(returned: Any) -> tuple[Any, Mapping[str, Any]]:
     return returned, {}
 
 
-def checked_loss(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def checked_loss(returned: Any) -> tuple[Tensor, Tensors]:
     """The loss and the metrics that a loss function returned, as tensors of one number.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.ir.instruction import Indices
-from pipefit.models.examples import Batch, Loss, mean_cross_entropy
+from pipefit.models.examples import Batch, mean_cross_entropy
+from pipefit.parallel.loss import Loss
 from pipefit.planner import ranks_of
 from pipefit.spec.options import Precision, Request, Updates
 from pipefit.stage.precision import first_scale, half_of
+from pipefit.stage.training import MakeOptimizer
 
 
 def descend(parameters: list[nn.Parameter]) -> Optimizer:
@@ -47,7 +49,7 @@ class Case:
     precision: Precision = Precision()
     updates: Updates = Updates()
     loss: Loss = mean_cross_entropy
-    optimizer: Callable[[list[nn.Parameter]], Optimizer] = descend
+    optimizer: MakeOptimizer = descend
 
     @property
     def schedule(self) -> str:

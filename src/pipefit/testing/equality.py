@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from pipefit.cutting import Cut
 from pipefit.errors import ModelError, PipefitError
 from pipefit.ir.instruction import Indices
-from pipefit.models.examples import Example, Loss, mean_cross_entropy
+from pipefit.models.examples import Example, mean_cross_entropy
+from pipefit.parallel.loss import Loss
 from pipefit.planner import by_hand, ranks_of
 from pipefit.runtime.launch import launch
 from pipefit.runtime.microbatches import weigh_of
@@ -24,6 +24,7 @@ from pipefit.spec.files import JsonObject
 from pipefit.spec.options import Parallelism, Precision, Request, Updates
 from pipefit.stage.precision import half_of
 from pipefit.stage.split import named_layers
+from pipefit.stage.training import MakeOptimizer
 from pipefit.testing.averages import tracking_norms
 from pipefit.testing.case import Case, Outcome, descend
 from pipefit.testing.delayed import delayed_reference
@@ -76,7 +77,7 @@ def check(
     parallelism: Parallelism = Parallelism(),
     precision: Precision | str = "fp32",
     updates: Updates = Updates(),
-    optimizer: Callable[[list[nn.Parameter]], Optimizer] = descend,
+    optimizer: MakeOptimizer = descend,
     steps: int = 3,
     batch_size: int | Sequence[int] | None = None,
     loss: Loss | None = None,

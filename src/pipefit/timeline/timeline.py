@@ -13,6 +13,7 @@ import msgspec
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import COMPUTE_OPS, OP_SPEC, STEP_OPS, WORK_OPS, Lane, Op
 from pipefit.ir.program import Header, Program
+from pipefit.spec.plan import Figures
 
 _START = attrgetter("start_s")
 _END = attrgetter("end_s")
@@ -123,7 +124,7 @@ class Timeline:
         return self.end_s - self.start_s
 
     @cached_property
-    def step_ends_s(self) -> tuple[float, ...]:
+    def step_ends_s(self) -> Figures:
         """End of each step: of the last work, on any rank, on its micro-batches and its updates.
 
         A step is `num_microbatches` micro-batches; steps of all repeats follow each other.
@@ -184,7 +185,7 @@ class Timeline:
         return sum(end <= drain for end in self.step_ends_s)
 
     @cached_property
-    def _busy_s(self) -> tuple[float, ...]:
+    def _busy_s(self) -> Figures:
         busy: list[float] = [0] * len(self.program.ranks)
         for event, _ in self.compute():
             busy[event.rank] += event.end_s - event.start_s
