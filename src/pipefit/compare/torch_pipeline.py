@@ -37,14 +37,12 @@ class TorchPipeline:
         schedule: "torch-gpipe" or "torch-1f1b".
 
     Raises:
-        PlanError: this torch has no pipelining, or it refuses the shape or the kind of batch.
+        PlanError: it refuses the shape or the kind of batch.
     """
 
     def __init__(self, work: Workload, partition: Partition, num_microbatches: int, schedule: str) -> None:
-        try:
-            from torch.distributed import pipelining
-        except ImportError:
-            raise PlanError("this torch has no torch.distributed.pipelining") from None
+        from torch.distributed import pipelining
+
         num_stages = len(partition.stages)
         rank = current().rank
         ranks = current().num_ranks

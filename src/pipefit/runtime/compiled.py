@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipefit.ir.graph import dependency_graph
-from pipefit.ir.instruction import Indices, Instruction
+from pipefit.ir.instruction import Indices, Instruction, ValueKey
 from pipefit.ir.liveness import early_sums, is_in_place, lifetimes
 from pipefit.ir.op import OP_SPEC, Op
 from pipefit.ir.program import Program
@@ -35,7 +35,7 @@ class CompiledRank:
     instructions: tuple[Instruction, ...]
     awaits: tuple[Indices, ...]
     awaited_at_end: Indices
-    frees: tuple[tuple[tuple[str, int, int], ...], ...]
+    frees: tuple[tuple[ValueKey, ...], ...]
     in_place: frozenset[int]
     partial: frozenset[int]
     early: Mapping[int, Instruction]
@@ -52,7 +52,7 @@ def compile_rank(program: Program, rank: int) -> CompiledRank:
 def _compile(program: Program, rank: int) -> CompiledRank:
     instructions = program.ranks[rank]
     awaits, at_end = _awaited(program, rank)
-    frees: list[list[tuple[str, int, int]]] = [[] for _ in instructions]
+    frees: list[list[ValueKey]] = [[] for _ in instructions]
     for value, dies in ((life.value, life.dies) for life in lifetimes(program, rank)):
         if value.kind in (INPUT, ACT, GRAD) and dies < len(instructions):
             frees[dies].append((value.kind, value.stage, value.at))

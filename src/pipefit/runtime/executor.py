@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Instruction, StageAt, ValueKey
 from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.parallel.loss import Loss
 from pipefit.runtime.compiled import CompiledRank
@@ -20,14 +20,14 @@ from pipefit.runtime.microbatches import Feed
 from pipefit.runtime.progress import Progress
 from pipefit.runtime.transport import Ending
 from pipefit.runtime.worker import Worker
+from pipefit.spec.plan import Figures
 from pipefit.spill.lanes import Copy
 from pipefit.spill.rank import Spilling
 from pipefit.stage.moments import Mark, Moments
 
-Key = tuple[str, int, int]
 Handlers = Mapping[Op, Callable[["Execution", Instruction], None]]
 
-_give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
+_give_way = os.sched_yield
 """Offers the core to the threads that carry messages or records between two instructions, where each rank has only one.
 Otherwise they would wait until the scheduler ends this thread's time slice, some milliseconds later."""
 
@@ -70,7 +70,7 @@ class Execution:
     feed: Feed
     progress: Progress
     metric: Callable[[Any, Any], float] | None = None
-    values: dict[Key, Any] = field(default_factory=dict)
+    values: dict[ValueKey, Any] = field(default_factory=dict)
     endings: dict[int, Ending] = field(default_factory=dict)
     losses: list[tuple[int, Tensor]] = field(default_factory=list)
     logged: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Execution:
     known: dict[int, Tensor] = field(default_factory=dict)
     decided: dict[int, bool] = field(default_factory=dict)
     unread: dict[int, Tensor] = field(default_factory=dict)
-    rates: dict[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)
+    rates: dict[StageAt, Figures] = field(default_factory=dict)
     at_end: list[Callable[[], object]] = field(default_factory=list)
     copies: dict[int, Copy] = field(default_factory=dict)
     index: int = 0

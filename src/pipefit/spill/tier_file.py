@@ -360,7 +360,7 @@ def new_run() -> str:
 def _open(path: Path, direct: bool) -> int:
     """Opens or makes a file, bypassing the page cache if requested and possible."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-    if direct and hasattr(os, "O_DIRECT"):
+    if direct:
         with contextlib.suppress(OSError):
             return os.open(path, flags | os.O_DIRECT, 0o600)
     return os.open(path, flags, 0o600)
