@@ -23,6 +23,7 @@ from pipefit.runtime.worker import layers_of
 from pipefit.schedules import find
 from pipefit.spec import Partition, Plan, Profile
 from pipefit.spec.options import Parallelism, Updates
+from pipefit.stage.record_layout import storage_bytes
 from pipefit.stage.training import with_metrics
 from pipefit.timeline import Timeline
 
@@ -45,9 +46,7 @@ def bytes_of(modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Opti
         tensors += [*module.parameters(), *module.buffers()]
     for optimizer in optimizers:
         tensors += tensors_of(list(optimizer.state.values()))
-    real = (tensor.untyped_storage() for tensor in tensors if tensor.device.type != "meta")
-    storages = {storage.data_ptr(): storage.nbytes() for storage in real}
-    return float(sum(storages.values()))
+    return float(storage_bytes(tensor for tensor in tensors if not tensor.is_meta))
 
 
 class _WholeModel:

@@ -42,6 +42,7 @@ from pipefit.spec import Plan
 from pipefit.spec.options import Updates
 from pipefit.stage.materialise import stand_in
 from pipefit.stage.payload import ONLY_SHAPES, Contract, Structure
+from pipefit.stage.record_layout import storage_bytes
 from pipefit.stage.replay import AttentionCores
 from pipefit.stage.split import named_layers
 from pipefit.stage.stage import Stage
@@ -284,7 +285,6 @@ def _kept(worker: Worker) -> list[Tensor]:
     return found
 
 
-def _num_bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of the storages of tensors of the meta device, each once."""
-    storages = [one.untyped_storage() for one in tensors if isinstance(one, Tensor) and one.is_meta]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+def _num_bytes(values: Iterable[Any]) -> int:
+    """Bytes of the tensors of the meta device among some values."""
+    return storage_bytes(one for one in values if isinstance(one, Tensor) and one.is_meta)

@@ -21,6 +21,7 @@ from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.spec.topology import Device
 from pipefit.stage.accelerator import peak_bytes
+from pipefit.stage.record_layout import storage_bytes
 
 _PATIENCE_S = 0.5
 _LEAST_MEASURED = 3
@@ -173,12 +174,10 @@ def _kept_bytes(worker: Worker) -> float:
 
     Spilled stages are away between two passes; their slots count.
     """
-    held_bytes = 0.0
+    slots_bytes = 0
     if worker.spilling:
-        held_bytes = float(worker.spilling.arena.num_bytes)
-    storages = [x.untyped_storage() for x in _kept_tensors(worker) if x.layout == torch.strided]
-    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    return held_bytes + sum(sizes.values())
+        slots_bytes = worker.spilling.arena.num_bytes
+    return float(slots_bytes + storage_bytes(_kept_tensors(worker)))
 
 
 def _kept_tensors(worker: Worker) -> list[torch.Tensor]:

@@ -88,6 +88,12 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(b"")
 
 
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory of dense tensors; shared memory counts once."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Returns whether it has neither gaps nor overlaps in memory, in any order of its dimensions."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
