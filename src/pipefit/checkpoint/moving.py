@@ -20,6 +20,7 @@ from pipefit.checkpoint.optim import optimizer_tensors, parameter_and_key
 from pipefit.runtime.collectives import receive, send
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
+from pipefit.stage.record_layout import name_of
 from pipefit.stage.split import NamedLayer
 
 WEIGHT = ""
@@ -131,7 +132,7 @@ def forms_of(belongings: Belongings, names: Collection[str]) -> Forms:
     for name in names:
         found[name] = {}
         for key, tensor in belongings[name].items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
+            dtype = name_of(tensor.dtype)
             found[name][key] = list(tensor.shape), dtype, tensor.device.type
     return found
 

@@ -25,6 +25,7 @@ from pipefit.pipeline.resume import optimizer_facts
 from pipefit.profiling.workload import Workload
 from pipefit.spec import Plan
 from pipefit.spec.options import Request, Updates
+from pipefit.stage.record_layout import name_of
 from pipefit.stage.split import NamedLayer
 
 CURE = (
@@ -148,7 +149,7 @@ def _of_tensor(value: Tensor) -> str:
     """Type, shape and checksum of a tensor; of a large one, of evenly spread elements."""
     if is_lazy(value):
         return "not initialised"
-    form = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    form = f"{name_of(value.dtype)}{list(value.shape)}"
     if value.is_meta or value.layout != torch.strided or not value.numel():
         return form
     return f"{form} with checksum {sampled_sum(value, _SAMPLED):08x}"

@@ -25,6 +25,7 @@ from pipefit.spec.options import Spilled
 from pipefit.spill.rank import Spilling, tier_name
 from pipefit.spill.tier_file import Commit, read_about, read_commits
 from pipefit.stage.optimizing import OptimizerMaker
+from pipefit.stage.record_layout import name_of
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import MakeOptimizer, Training
 
@@ -45,7 +46,7 @@ def identity(layers: Sequence[NamedLayer], plan: Plan, training: Training, about
     for layer in layers:
         for name, value in layer.module.state_dict(prefix=layer.dotted).items():
             if hasattr(value, "dtype"):
-                forms[name] = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+                forms[name] = f"{name_of(value.dtype)}{list(value.shape)}"
     facts_of_plan = msgspec.to_builtins(plan)
     facts = {
         "run": dict(about),
