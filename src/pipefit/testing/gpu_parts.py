@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from pipefit.cost import of_plan
 from pipefit.errors import PipefitError
@@ -112,13 +112,10 @@ def _copies(place: torch.device) -> Figures:
     for kind in ("pinned", "pageable"):
         host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=kind == "pinned" and is_accelerator(place))
         for way, target, source in (("to_device", there, host), ("to_host", host, there)):
-            seconds = [_copy_s(clock, target, source) for _ in range(4)]
+            copy = partial(target.copy_, source, non_blocking=True)
+            seconds = [clock.seconds(copy) for _ in range(4)]
             figures[f"{way}_{kind}_bytes_per_s"] = num_bytes / median_of(seconds[1:])
     return figures
-
-
-def _copy_s(clock: Clock, target: Tensor, source: Tensor) -> float:
-    return clock.seconds(lambda: target.copy_(source, non_blocking=True))
 
 
 def overlap(device: str) -> Figures:
@@ -161,10 +158,10 @@ def overlap(device: str) -> Figures:
     return {f"{name}_s": value for name, value in seconds.items()} | {"hidden": hidden, "problems": problems}
 
 
-def _settled_s(place: torch.device, work: Callable[[], object], repeats: int = 5) -> float:
+def _settled_s(place: torch.device, work: Callable[[], object]) -> float:
     """The median of the seconds from an idle device to an idle device."""
     found = []
-    for _ in range(repeats + 1):
+    for _ in range(6):
         settle(place)
         start = time.perf_counter()
         work()
