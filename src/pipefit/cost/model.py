@@ -357,9 +357,7 @@ class CostModel:
         return whole * self.summed_per_byte
 
 
-_PER_STAGE: Final = [
-    item.name for item in fields(CostModel) if item.type == "Figures" and item.name != "speed"
-]
+_PER_STAGE: Final = [item.name for item in fields(CostModel) if item.type == "Figures" and item.name != "speed"]
 _LIKE = {
     "recompute_s": "forward_s",
     "host_step_s": "step_s",

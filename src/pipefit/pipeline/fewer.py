@@ -42,8 +42,7 @@ def fitting(
     full = session.start.full
     if not session.start.restart or not session.is_distributed:
         return request
-    is_capped = request.spill is not None and request.spill.cap_bytes is not None
-    if request.plan is None and (is_capped or request.schedule == AUTO):
+    if request.plan is None and (request.is_capped or request.schedule == AUTO):
         return request  # the search makes another plan
     proved = []
     refused = []

@@ -106,7 +106,7 @@ def decide(
     is_measured = measure or (request.plan is None and AUTO in (request.stages, request.schedule))
     name = f"decision-{len(session.decisions)}"
     before = None
-    if is_measured or _is_capped(request):
+    if is_measured or request.is_capped:
         session.decisions.append(name)
         before = earlier(session, name, Decision, session.start.full)
         if before is not None and request.schedule == AUTO:
@@ -142,24 +142,20 @@ def _predicted(before: Decision | None, request: Request, work: Workload) -> Cal
     return seconds_of
 
 
-def _is_capped(request: Request) -> bool:
-    return request.spill is not None and request.spill.cap_bytes is not None
-
-
 def _decided(
     request: Request, work: Workload, session: Session, measure: bool, before: Decision | Measured | None = None
 ) -> Decision:
     """The decision; layers and links that were measured before are not measured again."""
-    spill, is_capped = request.spill, _is_capped(request)
+    spill = request.spill
     plan = given_plan(request.plan)
     if work.compiler is not None:
-        _check_can_compile(plan.tensor if plan else request.parallelism.tensor, is_capped)
+        _check_can_compile(plan.tensor if plan else request.parallelism.tensor, request.is_capped)
     if plan is None and spill is not None and spill.resume is not False:
-        if measure or is_capped or request.stages == AUTO:
+        if measure or request.is_capped or request.stages == AUTO:
             plan = recorded_plan(resumed_folder(spill), session.rank)
     profile = None
     topology = None
-    if is_capped and (measure or plan is None):
+    if request.is_capped and (measure or plan is None):
         found, profile, topology = plan_under_cap(request, work, session)
         plan = plan or found
     else:

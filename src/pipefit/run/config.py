@@ -119,7 +119,7 @@ def with_defaults(config: RunConfig) -> RunConfig:
     config = _with_rates(config)
     request = config.request
     spread = config.request.parallelism
-    is_capped = config.spill.cap_bytes is not None
+    is_capped = config.request.is_capped
     if spread.ranks is None:
         if is_capped:
             usual = spread.data_parallel
@@ -220,7 +220,7 @@ def choices(asked: RunConfig, config: RunConfig) -> list[tuple[str, str]]:
     """
     request = asked.request
     ranks = config.request.parallelism.ranks
-    is_own = request.plan is not None or config.spill.cap_bytes is not None
+    is_own = request.plan is not None or config.request.is_capped
     is_auto = config.request.schedule == AUTO
     found = []
     if request.parallelism.ranks is None and not is_own:

@@ -65,7 +65,7 @@ def measured(config: RunConfig, work: Workload, observer: Observer) -> tuple[Dec
         observer.says(busy_measurement(cores))
     else:
         book.save()
-    if config.spill.cap_bytes is None:
+    if not config.request.is_capped:
         observer.counted(found.flop)
     return found.decision, found.costs
 
@@ -112,7 +112,7 @@ def _attempt(config: RunConfig, work: Workload, observer: Observer, book: KeptMe
     if known is None:
         book.add("layers", Measured(made.profile, made.topology))
     flop = []
-    if config.spill.cap_bytes is None:
+    if not config.request.is_capped:
         flop = book.take("flop", list[ModelFlop], partial(_flop, work, made.plan.num_processes))
     observer.doing("measuring the machine, and predicting the run")
     profile = made.profile.at(largest_part(work.batch("a run")[0], made.plan.num_microbatches))

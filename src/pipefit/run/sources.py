@@ -111,7 +111,7 @@ def model_and_data(config: RunConfig, doing: Callable[[str], None]) -> tuple[Mod
     seed = config.updates.seed
     torch.manual_seed(seed)
     options = parse_options(config.option, config.model)
-    bundle = bundle_of(config.model, options, seed, config.spill.cap_bytes is not None)
+    bundle = bundle_of(config.model, options, seed, config.request.is_capped)
     return bundle, source_of(bundle, config.data, config.batch, seed, config.eval_data)
 
 

@@ -162,7 +162,7 @@ def _with_prediction(config: RunConfig, pipe: Pipeline, cost: CostModel) -> Plan
     if period_s:
         throughput = config.batch / period_s
     peak_bytes = tuple(map(timeline.peak_bytes, range(len(timeline.program.ranks))))
-    if config.spill.cap_bytes is not None and plan.prediction is not None:
+    if config.request.is_capped and plan.prediction is not None:
         # The bytes that were compared with the cap.
         peak_bytes = plan.prediction.peak_bytes
     step_s = timeline.makespan_s / timeline.num_repeats / timeline.program.header.num_steps

@@ -343,6 +343,11 @@ class Request(Checked):
         """Micro-batches per weight update where no search chooses them."""
         return self.microbatches or 4
 
+    @property
+    def is_capped(self) -> bool:
+        """Whether a cap on the device's memory makes the plan."""
+        return self.spill is not None and self.spill.cap_bytes is not None
+
 
 def in_bytes(value: float | str | None, name: str) -> float | None:
     """Bytes of a number, or of text like "1.5 GiB"; None stays None."""
