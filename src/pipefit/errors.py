@@ -9,11 +9,11 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Mapping
-from typing import Final, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
-ABOVE_0: Final = math.ulp(0.0)
+ABOVE_0 = math.ulp(0.0)
 """The least number that is more than 0."""
 
 
@@ -77,7 +77,7 @@ class CommunicationError(RuntimeError):
     """A peer died, hung or sent something unexpected: not the user's mistake, but never silent."""
 
 
-_LOST_PEER: Final = (
+_LOST_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Connection refused",

@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 from importlib import import_module
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from cyclopts import App, Parameter
 from cyclopts.exceptions import CycloptsError, MissingArgumentError
@@ -22,14 +22,14 @@ from pipefit.cli.options import exact, shown
 from pipefit.cli.version import version_text
 from pipefit.errors import CommunicationError, InfeasibleError, NonFiniteLossError, PipefitError
 
-VERBS: Final = (
+VERBS = (
     "train", "run", "check", "rehearse", "cut", "compare", "profile", "plan", "draw", "verify", "simulate",
     "synthesize", "schedules", "study", "reproduce", "course", "site", "report", "generate", "watch", "links",
     "fit-machine", "doctor",
 )  # fmt: skip
 """Every verb in the order of the help; the module `pipefit.cli.VERB` holds it as `command` (with _ for -)."""
 
-_WORK: Final = {
+_WORK = {
     "check": "training by a pipeline and by one process",
     "cut": "building the model, and proving its cut",
     "doctor": "looking at the machine",

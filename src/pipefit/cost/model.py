@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from pipefit.cost.rings import Ring, all_gather_s, all_reduce_s, even, over, ring_of
 from pipefit.errors import PlanError
@@ -357,7 +357,7 @@ class CostModel:
         return whole * self.summed_per_byte
 
 
-_PER_STAGE: Final = [item.name for item in fields(CostModel) if item.type == "Figures" and item.name != "speed"]
+_PER_STAGE = [item.name for item in fields(CostModel) if item.type == "Figures" and item.name != "speed"]
 _LIKE = {
     "recompute_s": "forward_s",
     "host_step_s": "step_s",
@@ -368,7 +368,7 @@ _LIKE = {
 """Figures that replace those that are not given."""
 _HALVES = (Reduction.SCATTER.value, Reduction.SHARDS.value)
 
-_SIZE: Final = {
+_SIZE = {
     Kind.ACT.value: "act_bytes",
     Kind.PIECE.value: "act_bytes",
     Kind.GRAD.value: "grad_bytes",
@@ -380,6 +380,6 @@ _SIZE: Final = {
     Kind.OPTIM.value: "optim_bytes",
     Kind.SUMS.value: "sum_bytes",
 }
-_PIECES: Final = (Kind.PIECE.value, Kind.GRAD_PIECE.value)
-_WITHOUT_BYTES: Final = (Kind.NORM.value, Kind.COMMIT.value, Kind.SHARDS.value)
+_PIECES = (Kind.PIECE.value, Kind.GRAD_PIECE.value)
+_WITHOUT_BYTES = (Kind.NORM.value, Kind.COMMIT.value, Kind.SHARDS.value)
 """Shards are parts of weights that are stored in the memory of the whole, or are always there."""

@@ -6,13 +6,13 @@ import contextlib
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import IO, Any, Final, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from pipefit.errors import DataError
 
-IGNORED: Final = -100
+IGNORED = -100
 """The label of a token that the loss ignores."""
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import Final
 
 from pipefit.ir.instruction import Indices, Instruction
 from pipefit.ir.op import OP_SPEC, WORK_OPS, Op, Reduction
@@ -17,7 +16,7 @@ from pipefit.ir.program import Header, Program
 from pipefit.ir.residency import copy_waits
 from pipefit.ir.values import CONSUMES, MAKES, NEEDS, SUMS, WEIGHTS, WGRAD, Value, tied_stages
 
-FEW_SENDS: Final = 4
+FEW_SENDS = 4
 """Messages of one kind to a rank that are kept after they were sent, where nothing acknowledges their arrival."""
 
 

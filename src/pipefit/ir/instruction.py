@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import msgspec
 
 from pipefit.ir.op import OP_SPEC, Op
 
-PREFIX: Final = {"stage": "s", "mb": "m", "version": "w", "slot": "@"}
+PREFIX = {"stage": "s", "mb": "m", "version": "w", "slot": "@"}
 """Letters before the numbers of operands, in text."""
 
 

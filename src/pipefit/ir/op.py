@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 
 class Op(enum.StrEnum):
@@ -123,10 +123,10 @@ class Reduction(enum.StrEnum):
     NORM = "norm"
 
 
-WHOLE_OF: Final[dict[str, str]] = {Kind.PIECE.value: Kind.ACT.value, Kind.GRAD_PIECE.value: Kind.GRAD.value}
+WHOLE_OF: dict[str, str] = {Kind.PIECE.value: Kind.ACT.value, Kind.GRAD_PIECE.value: Kind.GRAD.value}
 """The kind of value that pieces make."""
 
-PIECE_OF: Final[dict[str, str]] = {whole: piece for piece, whole in WHOLE_OF.items()}
+PIECE_OF: dict[str, str] = {whole: piece for piece, whole in WHOLE_OF.items()}
 """The kind of its pieces."""
 
 
@@ -173,7 +173,7 @@ _WHOLES = (Kind.ACT.value, Kind.GRAD.value)
 _MESSAGES = (*_WHOLES, *WHOLE_OF)
 _MOVED = tuple(k.value for k in (Kind.WEIGHTS, Kind.WGRAD, Kind.OPTIM, Kind.ACT, Kind.INPUT, Kind.GRAD))
 
-OP_SPEC: Final[dict[Op, OpSpec]] = {
+OP_SPEC: dict[Op, OpSpec] = {
     Op.LOAD: OpSpec(
         _STAGE_MB,
         Lane.COMPUTE,
@@ -360,29 +360,29 @@ def _ops(fact: Callable[[OpSpec], bool]) -> frozenset[Op]:
     return frozenset(op for op, spec in OP_SPEC.items() if fact(spec))
 
 
-COMPUTE_OPS: Final = _ops(lambda spec: spec.fields == _VERSIONED)
+COMPUTE_OPS = _ops(lambda spec: spec.fields == _VERSIONED)
 """The operations of the model's computation, which schedules order. They use a version of a stage's weights."""
 
-FORWARD_OPS: Final = _ops(lambda spec: spec.needs == _FORWARD_NEEDS)
+FORWARD_OPS = _ops(lambda spec: spec.needs == _FORWARD_NEEDS)
 """Forwards and their replays."""
 
-BACKWARD_OPS: Final = _ops(lambda spec: "saved[s,m]" in spec.needs)
+BACKWARD_OPS = _ops(lambda spec: "saved[s,m]" in spec.needs)
 """Backwards and their halves."""
 
-GRADIENT_OPS: Final = _ops(lambda spec: "grad[s-1,m]" in spec.makes)
+GRADIENT_OPS = _ops(lambda spec: "grad[s-1,m]" in spec.makes)
 """The backwards that make the gradient of a stage's input."""
 
-WEIGHT_GRADIENT_OPS: Final = _ops(lambda spec: "wgrad[s,u]" in spec.makes)
+WEIGHT_GRADIENT_OPS = _ops(lambda spec: "wgrad[s,u]" in spec.makes)
 """The backwards that add to the gradients of a stage's weights."""
 
-MESSAGE_OPS: Final = _ops(lambda spec: "peer" in spec.fields)
+MESSAGE_OPS = _ops(lambda spec: "peer" in spec.fields)
 """Sends and receives."""
 
-WORK_OPS: Final = _ops(lambda spec: spec.lane is Lane.COMPUTE)
+WORK_OPS = _ops(lambda spec: spec.lane is Lane.COMPUTE)
 """The operations of the compute lane, for which their rank waits."""
 
-COPY_OPS: Final = _ops(lambda spec: spec.lane is Lane.COPY)
+COPY_OPS = _ops(lambda spec: spec.lane is Lane.COPY)
 """Copies between a device and its tier, and steps on the host: operations that queue on their lane."""
 
-STEP_OPS: Final = (Op.STEP, Op.HOST_STEP)
+STEP_OPS = (Op.STEP, Op.HOST_STEP)
 """The operations that make an update, on the device or on the host."""

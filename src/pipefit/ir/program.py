@@ -6,7 +6,7 @@ import enum
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -18,10 +18,10 @@ from pipefit.spec.plan import COMING_AND_GOING, SHARDS, Shard
 
 T = TypeVar("T")
 
-MOST_STAGES: Final = 4096
+MOST_STAGES = 4096
 """Most stages, and most ranks, of a program from a file."""
 
-MOST_FORWARDS: Final = 500_000
+MOST_FORWARDS = 500_000
 """Most forwards of a program from a file or a drawing: beyond this an answer takes minutes."""
 
 

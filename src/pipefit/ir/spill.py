@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import msgspec
 
 from pipefit.errors import ScheduleError, check_figures
 from pipefit.ir.instruction import Indices
 from pipefit.ir.op import Kind
 
-GRAIN_BYTES: Final = 4096
+GRAIN_BYTES = 4096
 """Records and slots are rounded up to a multiple of this: direct I/O needs it."""
 
-TIERS: Final = ("host", "disk")
+TIERS = ("host", "disk")
 """Tiers that can hold a stage while it is not on the device."""
 
-SLOTTED: Final = {Kind.WEIGHTS.value: "weights", Kind.WGRAD.value: "wgrad", Kind.OPTIM.value: "optim"}
+SLOTTED = {Kind.WEIGHTS.value: "weights", Kind.WGRAD.value: "wgrad", Kind.OPTIM.value: "optim"}
 """The kinds of values in slots, and the names of these. Slot i of the gradients belongs to slot i of the weights."""
 
-UNDER_WAY: Final = 2
+UNDER_WAY = 2
 """Activations that are written to a tier at a time: each leaves the device once it is written."""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from msgspec import Meta
@@ -34,7 +34,7 @@ class _Answer(enum.Enum):
     STOP = "stop"
 
 
-STOP: Final = _Answer.STOP
+STOP = _Answer.STOP
 """The return value of a callback that ends the training on all ranks; raising StopIteration does the same."""
 
 

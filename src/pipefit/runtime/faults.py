@@ -12,21 +12,21 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from pipefit.spec.files import JsonObject
 from pipefit.units import counted, format_seconds
 
 _FILE = "faults.jsonl"
 
-IN_PLACE: Final = "the ranks that are left"
+IN_PLACE = "the ranks that are left"
 """The source of a training that has resumed without a restart."""
 
-REPAIRED: Final = "repair"
-RESTARTED: Final = "restart"
-GREW: Final = "entry"
-MOVED: Final = "move"
-LOST: Final = "fault"
+REPAIRED = "repair"
+RESTARTED = "restart"
+GREW = "entry"
+MOVED = "move"
+LOST = "fault"
 
 _ELSEWHERE = "processes were lost or added; torchrun has started all ranks again"
 

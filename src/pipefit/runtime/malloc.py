@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable
-from typing import Final
 
 import torch
 
 from pipefit.stage import accelerator
 
 # From malloc.h.
-_M_TRIM_THRESHOLD: Final = -1
-_M_MMAP_THRESHOLD: Final = -3
-_NEVER: Final = -1
-_LARGEST_THRESHOLD: Final = 32 << 20
-_OWN_MAPPING_BYTES: Final = 1 << 20
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_NEVER = -1
+_LARGEST_THRESHOLD = 32 << 20
+_OWN_MAPPING_BYTES = 1 << 20
 
 
 def keep_freed() -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
-from typing import Final
 
 from pipefit.ir.instruction import Indices, Instruction, bwd, bwd_input, bwd_weight, fwd
 from pipefit.ir.program import WeightRule
 from pipefit.schedules.registry import Orders, Schedule, Task
 
-_OPTIONS: Final = {"held": 0, "eager": 0, "split": 1, "forward": 1, "input": 1, "weight": 1}
+_OPTIONS = {"held": 0, "eager": 0, "split": 1, "forward": 1, "input": 1, "weight": 1}
 
 
 def _patched(task: Task) -> Orders:
@@ -38,8 +37,8 @@ def _patched(task: Task) -> Orders:
         yield own.order
 
 
-NAME: Final = "patched"
-SCHEDULE: Final = Schedule(NAME, _patched, WeightRule.FLUSH, chunks=True, options=_OPTIONS)
+NAME = "patched"
+SCHEDULE = Schedule(NAME, _patched, WeightRule.FLUSH, chunks=True, options=_OPTIONS)
 """A schedule for a placement that is given; no plan is searched with it, so it is not among the registered ones."""
 
 

@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
-from typing import Final
 
 from pipefit.simulate.flat_program import Code, FlatProgram
 from pipefit.simulate.prices import Key, Prices
@@ -20,7 +19,7 @@ from pipefit.simulate.sharing import Machine
 
 _end = itemgetter(1)
 
-UNKNOWN: Final = -1
+UNKNOWN = -1
 """A time that is not known yet; no time is negative."""
 
 

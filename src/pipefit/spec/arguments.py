@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
 from msgspec import Meta
 
@@ -23,8 +23,8 @@ from pipefit.errors import PipefitError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_MOST: Final = 2**63 - 1
-_SHOWN: Final = 60
+_MOST = 2**63 - 1
+_SHOWN = 60
 
 Number = Annotated[int, Meta(ge=1)]
 """A whole number of at least 1."""
@@ -220,7 +220,7 @@ def _is_number(value: object) -> bool:
     return not isinstance(value, bool) and isinstance(value, Real) and not math.isnan(value)
 
 
-_PLAIN: Final[Mapping[Any, Kind]] = {
+_PLAIN: Mapping[Any, Kind] = {
     Any: _ANY,
     object: _ANY,
     bool: Kind(lambda value: isinstance(value, bool), "True or False"),

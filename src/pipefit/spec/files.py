@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,7 +27,7 @@ _HERE = -100
 _EXCHANGE = 2
 """Arguments of Linux's renameat2: paths are relative to this process's folder; both names stay, exchanged."""
 
-MOST_BYTES: Final = 256 << 20
+MOST_BYTES = 256 << 20
 """Largest size of a text file that is read: parsed data takes several times as much memory."""
 
 

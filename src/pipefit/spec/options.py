@@ -10,28 +10,28 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from pipefit.errors import ABOVE_0, PlanError, look_up
 from pipefit.spec.arguments import Amount, Number, check_fields
 from pipefit.spec.plan import Recompute, Shard, recompute_kind
 from pipefit.units import parse_quantity
 
-MOST_SEED: Final = 2**63 - 1
+MOST_SEED = 2**63 - 1
 """Largest seed of random numbers."""
-LARGEST_LOSS_SCALE: Final = 2.0**126
+LARGEST_LOSS_SCALE = 2.0**126
 """Largest scale of a loss: twice that is still a number of float32."""
-MOST_THREADS: Final = 1024
+MOST_THREADS = 1024
 """Most CPU threads of a process."""
-AUTO: Final = "auto"
+AUTO = "auto"
 """The value that leaves a choice to the planner."""
 
 StepOn = Literal["auto", "device", "host"]
-STEP_ON: Final[tuple[str, ...]] = get_args(StepOn)
+STEP_ON: tuple[str, ...] = get_args(StepOn)
 """Places where spilled stages may step."""
 
 Keep = Literal["auto", "all", "none"]
-KEEP: Final[tuple[str, ...]] = get_args(Keep)
+KEEP: tuple[str, ...] = get_args(Keep)
 """Choices of the spilled stages that keep their activations."""
 
 STOP = "stop"

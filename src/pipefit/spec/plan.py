@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Literal, get_args
 
 import msgspec
 
@@ -18,27 +18,27 @@ Figures = tuple[float, ...]
 
 Shard = Literal["none", "optimizer", "gradients", "weights"]
 
-SHARDS: Final[tuple[Shard, ...]] = get_args(Shard)
+SHARDS: tuple[Shard, ...] = get_args(Shard)
 """What the copies of a stage share between them; each includes those before it.
 
 Source: Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory optimizations toward training trillion parameter models",
 SC 2020, whose stages 1, 2 and 3 they are.
 """
 
-SHARD_SLOTS: Final = 2
+SHARD_SLOTS = 2
 """Stages of a rank whose shared gradients or weights are whole at once, where nothing else is asked for."""
 
-COMING_AND_GOING: Final[tuple[Shard, ...]] = ("gradients", "weights")
+COMING_AND_GOING: tuple[Shard, ...] = ("gradients", "weights")
 """Those under which whole gradients, or also whole weights, are there only while they are used."""
 
 Recompute = Literal["none", "stage", "layer", "selective"]
 
-RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "stage", "layer", "selective")
+RECOMPUTE: tuple[Recompute, ...] = ("none", "stage", "layer", "selective")
 """Kinds of recomputation: the backward of a stage replays nothing; the whole stage (an instruction before it, as GPipe
 does); one layer after the other inside it, each from its own input (as PTD-P does); or only the cores of attention,
 softmax(q·kᵀ)·v."""
 
-INSIDE: Final = ("layer", "selective")
+INSIDE = ("layer", "selective")
 """Those that replay inside the backward, without an instruction of their own."""
 
 

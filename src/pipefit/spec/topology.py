@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -15,7 +15,7 @@ from pipefit.spec.arguments import check_fields, checked
 from pipefit.spec.files import as_mistakes, check_format, parse_toml, read_text, write_atomically
 from pipefit.units import parse_quantity
 
-MOST_DEVICES: Final = 1_000_000
+MOST_DEVICES = 1_000_000
 """Most devices of a topology."""
 
 

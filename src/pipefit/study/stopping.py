@@ -14,14 +14,14 @@ import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Literal
 
 from pipefit.spec.options import setting
 
-LOSS: Final = "loss"
-HELD_OUT: Final = "held-out"
 Losses = Mapping[int, Sequence[float]]
 On = Literal["loss", "held-out"]
+LOSS: On = "loss"
+HELD_OUT: On = "held-out"
 
 
 WAIT = "wait"

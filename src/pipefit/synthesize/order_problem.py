@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from operator import sub
-from typing import Final
 
 from pipefit.cost.model import CostModel
 from pipefit.ir.instruction import Groups, Indices, Instruction
@@ -24,7 +23,7 @@ from pipefit.spec.plan import Figures
 FORWARD, INPUT, WEIGHT, BACKWARD = range(4)
 """The kinds of steps; the first three are in the order in which a micro-batch takes them."""
 
-_OPS: Final = (Op.FWD, Op.BWD_INPUT, Op.BWD_WEIGHT, Op.BWD)
+_OPS = (Op.FWD, Op.BWD_INPUT, Op.BWD_WEIGHT, Op.BWD)
 
 Order = list[list[int]]
 """The steps of each rank."""

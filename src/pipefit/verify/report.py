@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import msgspec
 
 from pipefit.errors import InvalidProgramError
 from pipefit.units import counted
 
-RULES: Final[dict[str, str]] = {
+RULES: dict[str, str] = {
     "complete": "each micro-batch is loaded, goes forward once at every stage and backward once at each that is not "
     "frozen; each update steps once",
     "ownership": "every instruction is on the rank that holds its stage and, round-robin or by shares, its micro-batch",
