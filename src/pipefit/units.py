@@ -57,6 +57,13 @@ def parse_quantity(value: float | str, kind: str, where: str = "") -> float:
     return float(match.group(1)) * factor
 
 
+def in_bytes(value: float | str | None, name: str) -> float | None:
+    """Bytes of a number, or of text like "1.5 GiB"; None stays None."""
+    if value is None:
+        return None
+    return parse_quantity(value, "bytes", name)
+
+
 def _unit_factor(unit: str, kind: str) -> float | None:
     if not unit:
         return 1.0

@@ -12,8 +12,9 @@ from pipefit.errors import PlanError, nearest
 from pipefit.planner.space import Cap
 from pipefit.spec import Topology
 from pipefit.spec.arguments import Number
-from pipefit.spec.options import AUTO, Checked, in_bytes, setting
+from pipefit.spec.options import AUTO, Checked, setting
 from pipefit.spec.plan import Recompute, Shard, recompute_kind
+from pipefit.units import in_bytes
 
 Method = Literal["auto", "pipedream", "gpipe", "2bw", "ptdp", "uniform"]
 METHODS: Final[tuple[str, ...]] = get_args(Method)

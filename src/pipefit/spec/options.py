@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from pipefit.errors import ABOVE_0, PlanError, look_up
 from pipefit.spec.arguments import Amount, Number, check_fields
 from pipefit.spec.plan import Recompute, Shard, recompute_kind
-from pipefit.units import parse_quantity
+from pipefit.units import in_bytes
 
 MOST_SEED = 2**63 - 1
 """Largest seed of random numbers."""
@@ -347,13 +347,6 @@ class Request(Checked):
     def is_capped(self) -> bool:
         """Whether a cap on the device's memory makes the plan."""
         return self.spill is not None and self.spill.cap_bytes is not None
-
-
-def in_bytes(value: float | str | None, name: str) -> float | None:
-    """Bytes of a number, or of text like "1.5 GiB"; None stays None."""
-    if value is None:
-        return None
-    return parse_quantity(value, "bytes", name)
 
 
 def options_of(group: Any, without: Collection[str] = ()) -> Iterator[tuple[Any, Any, Any]]:

@@ -15,9 +15,10 @@ import msgspec
 
 from pipefit.errors import PipefitError, look_up
 from pipefit.spec.files import JsonObject
-from pipefit.spec.options import MOST_SEED, MOST_THREADS, check_least, in_bytes, setting
+from pipefit.spec.options import MOST_SEED, MOST_THREADS, check_least, setting
 from pipefit.study.simulation import POLICIES
 from pipefit.study.stopping import HELD_OUT, Rule
+from pipefit.units import in_bytes
 
 Values = Mapping[str, Any]
 """Values by their names: options, or the values that a search has chosen for a trial."""

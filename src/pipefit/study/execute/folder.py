@@ -13,11 +13,10 @@ from typing import IO, Any
 
 from pipefit.spec.files import JsonObject, is_own_folder
 from pipefit.spec.lock import locked
-from pipefit.spec.options import in_bytes
 from pipefit.spec.sealed import write_sealed
 from pipefit.study.results import reread
 from pipefit.study.trial import StudyError, StudySpec, Values, plain
-from pipefit.units import format_bytes
+from pipefit.units import format_bytes, in_bytes
 
 _FORMAT = "pipefit.study/5"
 _CHOSEN = "pipefit.study-chosen/1"
