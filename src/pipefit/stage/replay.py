@@ -12,18 +12,18 @@ Models (2022) §5.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from pipefit.errors import ModelError, PlanError
 from pipefit.stage.compiler import Forward, Forwards, is_one_of_torch
-from pipefit.stage.instead import Instead
 from pipefit.stage.split import NamedLayer, called_module, joined
 
 _CORES: set[Forward] = {F.scaled_dot_product_attention}
@@ -38,7 +38,7 @@ def attention_core(function: Forward) -> Forward:
     return function
 
 
-class AttentionCores(Instead):
+class AttentionCores(TorchFunctionMode):
     """While it is entered, calls `around(core, *args)` in place of each core of attention.
 
     Args:
@@ -46,7 +46,16 @@ class AttentionCores(Instead):
     """
 
     def __init__(self, around: Forward = replayed) -> None:
-        super().__init__(_CORES, around)
+        super().__init__()
+        self._around = around
+
+    def __torch_function__(
+        self, func: Forward, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls a function of torch."""
+        if func in _CORES:
+            return self._around(func, *args, **kwargs or {})
+        return func(*args, **kwargs or {})
 
 
 def replayed_module(layer: NamedLayer, num_layers: int) -> nn.Module | None:
