@@ -437,7 +437,7 @@ def _crossing(shell: Shell, seen: Seen) -> tuple[tuple[int, int], ...]:
 def _layers(model: nn.Module, shell: Shell) -> tuple[NamedLayer, ...]:
     """The layers with the modules that each one owns."""
     paths = [shell.labels[block] for block in shell.blocks]
-    members: list[list[str]] = [[], *([path] for path in paths), []]
+    members = [[], *([path] for path in paths), []]
     for unit, owners in shell.units:
         for owner in owners:
             members[owner].append(shell.labels[unit])

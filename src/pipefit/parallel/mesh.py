@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from pipefit.parallel.tensor_rule import Ruled, ShardSpec, rules_of
 from pipefit.parallel.threads import let_carriers_wait, let_go
 from pipefit.parallel.waiting import collective
 from pipefit.stage.split import NamedLayer
-from pipefit.stage.training import Owned
+from pipefit.stage.training import Metric, Owned
 
 _ELEMENTWISE = (
     optim.Adadelta,
@@ -162,7 +162,7 @@ class Mesh:
             return shared_loss(loss, self.region)
         return loss
 
-    def metric(self, metric: Callable[[Any, Any], float]) -> Callable[[Any, Any], float]:
+    def metric(self, metric: Metric) -> Metric:
         """A metric of this process's part of the output."""
         region = self.region
         if region is None or not self.shards_output:

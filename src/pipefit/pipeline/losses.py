@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 from itertools import chain
@@ -25,6 +25,7 @@ from pipefit.runtime.notes import Note
 from pipefit.runtime.progress import LOSS
 from pipefit.runtime.worker import evaluating
 from pipefit.schedules.forward import forward_only
+from pipefit.stage.training import Metric
 
 _END = Shapes(0, "no more batches", 0)
 
@@ -157,7 +158,7 @@ def evaluate(
     engine: Engine,
     header: Header,
     batches: Iterable[Any],
-    metric: Callable[[Any, Any], float] | None,
+    metric: Metric | None,
     weigh: Weigh | None,
 ) -> Evaluation:
     """Mean loss and mean metrics over some batches, the same on every rank.

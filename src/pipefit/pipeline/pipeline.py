@@ -48,7 +48,7 @@ from pipefit.spec.options import Parallelism, Precision, Request, Spilled, Updat
 from pipefit.stage.compiler import compile_seconds
 from pipefit.stage.materialise import give_back
 from pipefit.stage.precision import LossScale
-from pipefit.stage.training import Loss
+from pipefit.stage.training import Loss, Metric
 from pipefit.timeline import Timeline
 
 
@@ -316,12 +316,10 @@ class Pipeline:
     def evaluate(self, batches: Iterable[Any], metric: None = None) -> float: ...
 
     @overload
-    def evaluate(self, batches: Iterable[Any], metric: Callable[[Any, Any], float]) -> tuple[float, float]: ...
+    def evaluate(self, batches: Iterable[Any], metric: Metric) -> tuple[float, float]: ...
 
     @collective
-    def evaluate(
-        self, batches: Iterable[Any], metric: Callable[[Any, Any], float] | None = None
-    ) -> float | tuple[float, float]:
+    def evaluate(self, batches: Iterable[Any], metric: Metric | None = None) -> float | tuple[float, float]:
         """The mean loss over some batches, in evaluation mode, on every rank; nothing is trained.
 
         Args:

@@ -36,6 +36,7 @@ from pipefit.simulate import most_unposted
 from pipefit.spec.files import write_atomically
 from pipefit.stage.accelerator import is_accelerator
 from pipefit.stage.moments import Moments
+from pipefit.stage.training import Metric
 
 
 class Engine:
@@ -113,7 +114,7 @@ class Engine:
         self,
         program: Program,
         feed: Feed,
-        metric: Callable[[Any, Any], float] | None = None,
+        metric: Metric | None = None,
         look: Callable[[], None] | None = None,
         loss: Loss | None = None,
         commit: Callable[[Execution], Ending] | None = None,

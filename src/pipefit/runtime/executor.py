@@ -24,6 +24,7 @@ from pipefit.spec.plan import Figures
 from pipefit.spill.lanes import Copy
 from pipefit.spill.rank import Spilling
 from pipefit.stage.moments import Mark, Moments
+from pipefit.stage.training import Metric
 
 Handlers = Mapping[Op, Callable[["Execution", Instruction], None]]
 
@@ -69,7 +70,7 @@ class Execution:
     transport: LocalTransport | DistributedTransport
     feed: Feed
     progress: Progress
-    metric: Callable[[Any, Any], float] | None = None
+    metric: Metric | None = None
     values: dict[ValueKey, Any] = field(default_factory=dict)
     endings: dict[int, Ending] = field(default_factory=dict)
     losses: list[tuple[int, Tensor]] = field(default_factory=list)

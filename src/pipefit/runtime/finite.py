@@ -33,11 +33,20 @@ def with_losses(run: Execution, update: int, square: Tensor) -> Tensor:
     training = run.worker.training
     if training.loss_scale is None and training.nonfinite not in (STOP, SKIP):
         return square
-    header = run.compiled.program.header
-    own = [loss.reshape(()) for mb, loss in run.losses if header.update_of(header.last_stage, mb) == update]
+    own = _losses_of(run, update)
     if own:
-        return square + torch.stack(own).double().sum().to(square.device) * 0
+        return square + _together(own).sum().to(square.device) * 0
     return square
+
+
+def _losses_of(run: Execution, update: int) -> dict[int, Tensor]:
+    """The losses of an update on this rank, by micro-batch."""
+    header = run.compiled.program.header
+    return {mb: loss for mb, loss in run.losses if header.update_of(header.last_stage, mb) == update}
+
+
+def _together(losses: dict[int, Tensor]) -> Tensor:
+    return torch.stack([loss.reshape(()) for loss in losses.values()]).double()
 
 
 def is_taken(run: Execution, update: int) -> bool:
@@ -73,9 +82,7 @@ def _decide(run: Execution, update: int) -> None:
 def _known(run: Execution, update: int) -> Tensor:
     """The norms of an update on the host, where its losses come with them."""
     if update not in run.known:
-        header = run.compiled.program.header
-        own = {mb: loss for mb, loss in run.losses if header.update_of(header.last_stage, mb) == update}
-        run.known[update] = _read(run, run.norms[update], own)
+        run.known[update] = _read(run, run.norms[update], _losses_of(run, update))
     return run.known[update]
 
 
@@ -83,7 +90,7 @@ def _read(run: Execution, figures: Tensor, own: dict[int, Tensor]) -> Tensor:
     """Brings figures to the host, and with them some losses, by micro-batch: the one wait for a GPU's step."""
     rows = [figures.double()]
     if own:
-        rows.append(torch.stack([loss.reshape(()) for loss in own.values()]).double().to(figures.device))
+        rows.append(_together(own).to(figures.device))
     found, losses = torch.cat(rows).cpu().split([len(figures), len(own)])
     own = dict(zip(own, losses, strict=True))
     run.losses = [(mb, own.get(mb, loss)) for mb, loss in run.losses]

@@ -21,6 +21,8 @@ MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 Loss = Callable[[Any, Any], Any]
 """From a model's output and a target to a scalar, or to the pair of it and a dict of metrics by name."""
+Metric = Callable[[Any, Any], float]
+"""From a model's output and a target to a number."""
 
 
 @dataclass(frozen=True)
