@@ -15,7 +15,7 @@ from pipefit.spec.files import JsonObject
 from pipefit.spec.sealed import FileEntry, write_file
 from pipefit.stage.record_layout import bytes_of
 
-DTYPES: dict[str, torch.dtype] = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,

@@ -123,10 +123,10 @@ class Reduction(enum.StrEnum):
     NORM = "norm"
 
 
-WHOLE_OF: dict[str, str] = {Kind.PIECE.value: Kind.ACT.value, Kind.GRAD_PIECE.value: Kind.GRAD.value}
+WHOLE_OF = {Kind.PIECE.value: Kind.ACT.value, Kind.GRAD_PIECE.value: Kind.GRAD.value}
 """The kind of value that pieces make."""
 
-PIECE_OF: dict[str, str] = {whole: piece for piece, whole in WHOLE_OF.items()}
+PIECE_OF = {whole: piece for piece, whole in WHOLE_OF.items()}
 """The kind of its pieces."""
 
 
@@ -173,7 +173,7 @@ _WHOLES = (Kind.ACT.value, Kind.GRAD.value)
 _MESSAGES = (*_WHOLES, *WHOLE_OF)
 _MOVED = tuple(k.value for k in (Kind.WEIGHTS, Kind.WGRAD, Kind.OPTIM, Kind.ACT, Kind.INPUT, Kind.GRAD))
 
-OP_SPEC: dict[Op, OpSpec] = {
+OP_SPEC = {
     Op.LOAD: OpSpec(
         _STAGE_MB,
         Lane.COMPUTE,

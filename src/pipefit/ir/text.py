@@ -217,7 +217,7 @@ def _read_sharded(words: list[str]) -> _Fields:
     return found
 
 
-_LINES: dict[str, _Line] = {
+_LINES = {
     "schedule": _line("schedule", str, " ".join),
     "microbatches": _number("num_microbatches"),
     "steps": _number("num_steps"),

@@ -39,7 +39,7 @@ class Convention:
     released: bool = False
 
 
-CONVENTIONS: dict[str, Convention] = {
+CONVENTIONS = {
     "paper": Convention(divides=False),
     "ring": Convention(),
     "pipedream-code": Convention(released=True),

@@ -7,7 +7,7 @@ import msgspec
 from pipefit.errors import InvalidProgramError
 from pipefit.units import counted
 
-RULES: dict[str, str] = {
+RULES = {
     "complete": "each micro-batch is loaded, goes forward once at every stage and backward once at each that is not "
     "frozen; each update steps once",
     "ownership": "every instruction is on the rank that holds its stage and, round-robin or by shares, its micro-batch",
