@@ -107,6 +107,23 @@ def test_flop_are_those_that_torch_counts_on_the_whole_module(name):
     assert 2 * found.flops == pytest.approx(counter.get_total_flops(), rel=1e-9)
 
 
+def test_flop_of_image_classifiers_are_those_that_torch_counts(tmp_path):
+    """Padding by name, sizes in a part of the configuration, kernels that are alike at one micro-batch size only."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"image_size": 32, "patch_size": 8}
+    siglip = {"model_type": "siglip", "architectures": ["SiglipForImageClassification"]}
+    parts = {"vision_config": sizes, "text_config": {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 50}}
+    (tmp_path / "siglip.json").write_text(json.dumps(siglip | parts))
+    images = torch.zeros(2, 3, 32, 32, dtype=torch.bfloat16, device="meta")
+    labels = torch.zeros(2, dtype=torch.long, device="meta")
+    for name, options in (("transformers:DeiTForImageClassification", sizes), (tmp_path / "siglip.json", {})):
+        model = without_weights(str(name), options)
+        model.set_attn_implementation("eager")
+        with FlopCounterMode(display=False) as counter:
+            model(pixel_values=images, labels=labels).loss.backward()
+        assert 2 * count(name, 0, **options).flops == counter.get_total_flops() > 0, name
+
+
 def test_grouped_keys_are_counted_where_torch_does_not_know_them(monkeypatch):
     """Before 2.13 torch's own count of FLOP raised an AssertionError for fewer heads of keys than of queries."""
 
