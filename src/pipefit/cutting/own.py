@@ -231,7 +231,7 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0, tokens: int = 0)
         return torch.randint(0, config.num_labels, (samples,), generator=generator)
 
     if name == "pixel_values":
-        vision = getattr(config, "vision_config", None) or config
+        vision = getattr(config, "vision_config", config)
         sides = getattr(vision, "image_size", 32) or 32
         if isinstance(sides, int):
             sides = (sides, sides)

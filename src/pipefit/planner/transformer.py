@@ -218,9 +218,7 @@ def flops_per_iteration(model: Transformer, batch: int, recompute: bool = False)
 
     Attention counts whole, as in the paper, also where the half above the diagonal is not computed.
     """
-    times = 3
-    if recompute:
-        times = 4
+    times = 3 + recompute
     tokens = batch * model.sequence
     scores = 2 * model.hidden * model.sequence
     blocks = 2 * times * tokens * model.layers * (model.matrices + scores)

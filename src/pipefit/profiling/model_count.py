@@ -208,7 +208,7 @@ class Walk:
     def begin(self, leaves: list[Tensor]) -> None:
         """Begins to note the code after a block, which gave these leaves of the graph."""
         self._leaves = leaves
-        self._used: dict[int, Tensor] = {}
+        self._used: dict[Tensor, None] = {}
         self._seen: Storages = {}
         self._counter.take()
         self._context = contextlib.ExitStack()
@@ -232,7 +232,7 @@ class Walk:
         roots = [leaf for leaf in ends if leaf.requires_grad and not leaf.is_leaf]
         scalars = [leaf for leaf in roots if not leaf.dim()]
         seed_bytes = num_bytes(scalars) if scalars else None
-        weights = list(self._used.values())
+        weights = list(self._used)
         ways = gradients_of(self._counter, scalars or roots, self._leaves, weights)
         figures = figures_of(begun_by(weighed("", self._leaves, ends, self._seen.values(), weights), seed_bytes))
         self._counter.take()
@@ -253,7 +253,7 @@ class Walk:
 
     def _outside(self, own: list[Tensor], forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Runs a module between blocks, whose weights are those of the present code."""
-        self._used.update((id(weight), weight) for weight in own)
+        self._used |= dict.fromkeys(own)
         return forward(*args, **kwargs)
 
     def _block(self, path: str, kind: Any, weights: list[Tensor], forward: Forward, *args: Any, **kwargs: Any) -> Any:
