@@ -108,7 +108,7 @@ def test_flop_are_those_that_torch_counts_on_the_whole_module(name):
 
 
 def test_flop_of_image_classifiers_are_those_that_torch_counts(tmp_path):
-    """Padding by name, sizes in a part of the configuration, kernels that are alike at one micro-batch size only."""
+    """Padding by name, lists of lists of blocks, kernels that are alike at one micro-batch size only."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"image_size": 32, "patch_size": 8}
     siglip = {"model_type": "siglip", "architectures": ["SiglipForImageClassification"]}
@@ -116,7 +116,11 @@ def test_flop_of_image_classifiers_are_those_that_torch_counts(tmp_path):
     (tmp_path / "siglip.json").write_text(json.dumps(siglip | parts))
     images = torch.zeros(2, 3, 32, 32, dtype=torch.bfloat16, device="meta")
     labels = torch.zeros(2, dtype=torch.long, device="meta")
-    for name, options in (("transformers:DeiTForImageClassification", sizes), (tmp_path / "siglip.json", {})):
+    for name, options in (
+        ("transformers:DeiTForImageClassification", sizes),
+        ("transformers:PoolFormerForImageClassification", {"depths": [1, 1, 1, 1]}),
+        (tmp_path / "siglip.json", {}),
+    ):
         model = without_weights(str(name), options)
         model.set_attn_implementation("eager")
         with FlopCounterMode(display=False) as counter:

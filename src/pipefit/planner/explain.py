@@ -39,8 +39,10 @@ def explain(
     lines = [title, "", *table(_stages(plan, profile, topology), width)]
     prediction = plan.prediction
     if prediction is not None:
-        period = format_seconds(prediction.period_s)
-        lines += ["", f"predicted: {period} per update, {prediction.throughput:.4g} samples/s"]
+        lines += [
+            "",
+            f"predicted: {format_seconds(prediction.period_s)} per update, {prediction.throughput:.4g} samples/s",
+        ]
         if prediction.minibatch_s != prediction.period_s:
             lines[-1] += f", {format_seconds(prediction.minibatch_s)} per mini-batch"
         lines[-1] += _over_data_parallel(plan) + _less_shared(plan)
