@@ -5,6 +5,7 @@ Sizes in `configurations/` are those of the authors' configuration files: Llama 
 T5, ViT (their papers).
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,27 @@ def test_flop_are_those_that_torch_counts_on_the_whole_module(name):
     with FlopCounterMode(display=False) as counter:
         model(**batch).loss.backward()
     assert 2 * found.flops == pytest.approx(counter.get_total_flops(), rel=1e-9)
+
+
+def test_flop_of_image_classifiers_are_those_that_torch_counts(tmp_path):
+    """Padding by name, lists of lists of blocks, kernels that are alike at one micro-batch size only."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"image_size": 32, "patch_size": 8}
+    siglip = {"model_type": "siglip", "architectures": ["SiglipForImageClassification"]}
+    parts = {"vision_config": sizes, "text_config": {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 50}}
+    (tmp_path / "siglip.json").write_text(json.dumps(siglip | parts))
+    images = torch.zeros(2, 3, 32, 32, dtype=torch.bfloat16, device="meta")
+    labels = torch.zeros(2, dtype=torch.long, device="meta")
+    for name, options in (
+        ("transformers:DeiTForImageClassification", sizes),
+        ("transformers:PoolFormerForImageClassification", {"depths": [1, 1, 1, 1]}),
+        (tmp_path / "siglip.json", {}),
+    ):
+        model = without_weights(str(name), options)
+        model.set_attn_implementation("eager")
+        with FlopCounterMode(display=False) as counter:
+            model(pixel_values=images, labels=labels).loss.backward()
+        assert 2 * count(name, 0, **options).flops == counter.get_total_flops() > 0, name
 
 
 def test_grouped_keys_are_counted_where_torch_does_not_know_them(monkeypatch):
@@ -208,6 +230,40 @@ def test_a_tied_table_counts_once_where_one_stage_has_both_of_its_layers(tied):
     sizes = transformer_of(f"gpt:layers=3,hidden=256,heads=8,vocab=1000,tied={int(tied)}")
     short = transformer_profile(sizes, 1, H100.device)
     assert short.weights_of(range(5))[0] == sum(layer.weight_bytes for layer in short.layers) - repeated
+    for made in (profile, short):
+        # Adam in mixed precision moves 60 bytes for a weight, in one kernel.
+        moved_s = 30 * made.weights_of(range(5))[0] / H100.device.memory_bandwidth_bytes_per_s
+        assert made.optimizer_of(range(5)) == made.optimizer_s == pytest.approx(moved_s + H100.device.kernel_s)
+        apart_s = made.optimizer_of(range(4)) + made.optimizer_of([4])
+        assert apart_s == pytest.approx(made.optimizer_s * (1 + repeated / made.weights_of(range(5))[0]))
+
+
+def test_weights_of_any_type_and_those_of_pictures_take_their_memory_once(tmp_path):
+    """A table that three layers share, routers in 4 bytes, a tower that tokens do not need."""
+    tower = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    tower |= {"num_attention_heads": 4, "image_size": 32, "patch_size": 8}
+    text = {"model_type": "llama", "max_position_embeddings": 64} | SMALL
+    llava = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
+    (tmp_path / "llava.json").write_text(json.dumps(llava | {"text_config": text, "vision_config": tower}))
+    t5 = {"d_model": 64, "d_ff": 64, "num_layers": 1, "vocab_size": 100}
+    experts = {"hidden_size": 64, "num_hidden_layers": 2, "first_k_dense_replace": 1, "vocab_size": 100}
+    for name, sizes in (
+        (tmp_path / "llava.json", {}),
+        (FOLDER / "t5-base.json", t5),
+        (FOLDER / "deepseek-v3.json", experts),
+    ):
+        model = without_weights(str(name), sizes)
+        profile = counted_profile(count(name, 16, **sizes), "", 1, H100.device)
+        weights, trained = profile.weights_of(range(len(profile)))
+        assert weights == sum(parameter.nbytes for parameter in model.parameters()), name
+        unused = 0
+        if name.name == "llava.json":
+            unused = sum(
+                p.nbytes
+                for path, p in model.named_parameters()
+                if "language_model" not in path and "lm_head" not in path
+            )
+        assert trained == weights - unused
 
 
 def test_a_gpt_by_its_sizes_has_the_numbers_of_the_built_in_module():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from pipefit.cost.rings import all_reduce_s, ring_of
-from pipefit.spec.profile import WORK, Layer, Profile, SharedWeights
+from pipefit.spec.counted import SharedWeights
+from pipefit.spec.profile import WORK, Layer, Profile
 from pipefit.spec.topology import Topology
 
 _WHOLE = {"embedding": (2, 2, 0, 0), "block": (5, 3, 0, 0), "head": (1, 1, 1, 1)}

@@ -171,8 +171,10 @@ def called_again(model: nn.Module, calls: Paths) -> tuple[str, int] | None:
 
 def _is_listed(modules: Mapping[str, nn.Module], path: str) -> bool:
     """Returns whether a module is one of several children of a list that are all called once."""
+    if not path or isinstance(modules[path], nn.ModuleList):
+        return False
     parent = modules.get(path.rpartition(".")[0])
-    if not path or not isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+    if not isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict):
         return False
     with_weights = [child for child in parent.children() if list(child.parameters())]
     return len(with_weights) > 1

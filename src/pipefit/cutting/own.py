@@ -231,14 +231,15 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0, tokens: int = 0)
         return torch.randint(0, config.num_labels, (samples,), generator=generator)
 
     if name == "pixel_values":
-        sides = getattr(config, "image_size", 32) or 32
+        vision = getattr(config, "vision_config", config)
+        sides = getattr(vision, "image_size", 32) or 32
         if isinstance(sides, int):
             sides = (sides, sides)
-        batch = {name: numbers(getattr(config, "num_channels", 3), *sides)}
+        batch = {name: numbers(getattr(vision, "num_channels", 3), *sides)}
         if takes_labels:
             batch["labels"] = classes()
         return batch
-    if name == "input_features":
+    if name == "input_features" and hasattr(config, "num_mel_bins"):
         features = numbers(config.num_mel_bins, 2 * config.max_source_positions)
         return {name: features, "labels": words()}
     if name != "input_ids":

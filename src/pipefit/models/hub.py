@@ -114,7 +114,8 @@ def without_weights(name: str, options: Options, *, dtype: str = "bfloat16", lor
     own = {}
     if name.startswith(PREFIX):
         kind = _class_named(name)
-        usual = kind.config_class()
+        with _building(name, kind):
+            usual = kind.config_class()
     else:
         usual = _configuration(Path(name))
         kind = _class_of(Path(name), usual)
@@ -212,8 +213,8 @@ def _examples(model: nn.Module) -> Example:
 
 def _of_class(name: str, options: Options) -> nn.Module:
     found = _class_named(name)
-    given = _fields(name, found.config_class(), options)
     with _building(name, found):
+        given = _fields(name, found.config_class(), options)
         return _built(found, found.config_class(**given))
 
 

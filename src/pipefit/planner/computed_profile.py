@@ -31,8 +31,8 @@ from pipefit.planner.block_parts import (
 )
 from pipefit.planner.transformer import Transformer, is_transformer, text_of, transformer_of
 from pipefit.spec import Device, Layer, Profile, Topology
-from pipefit.spec.counted import Counted
-from pipefit.spec.profile import ARITHMETIC, SharedWeights
+from pipefit.spec.counted import Counted, SharedWeights
+from pipefit.spec.profile import ARITHMETIC
 
 _FLASH1 = 0.47, 0.36
 """Shares of the rate of a large product that FlashAttention 1 reaches on an A100, forward and backward.
@@ -167,7 +167,8 @@ def counted_profile(
     layers = []
     for own, count in zip(counted.names, counted.at(microbatch, tensor), strict=True):
         layers.append(timed(own, count, pace, ring))
-    trained = sum(layer.wgrad_bytes for layer in layers)
+    shared = counted.shared[counted.widths.index(tensor)]
+    trained = sum(layer.wgrad_bytes for layer in layers) - sum(one.trained_bytes for one in shared)
     return Profile(
         name,
         microbatch,
@@ -178,19 +179,8 @@ def counted_profile(
         computed_for=made_for,
         element_bytes=counted.element_bytes,
         counted=counted,
-        shared=_repeated(counted, layers),
+        shared=shared,
     )
-
-
-def _repeated(counted: Counted, layers: Sequence[Layer]) -> tuple[SharedWeights, ...]:
-    """The weights of a counted model that its layers have several times, as shared by the first and the last layer."""
-    once = [count.figures["weight_bytes"] for count in counted.at(1)]
-    repeated = sum(once) - counted.num_parameters * counted.element_bytes
-    if repeated <= 0 or not once[0]:
-        return ()
-    part = layers[0].weight_bytes / once[0]
-    trained = repeated if layers[0].wgrad_bytes else 0.0
-    return (SharedWeights((0, len(layers) - 1), part * repeated, part * trained),)
 
 
 def _with_flops(device: Device, needs_fp8: bool) -> Device:
@@ -416,7 +406,10 @@ def _at(model: Transformer, b: int, device: Device, ring: Ring) -> Profile:
     made.append(_head(device, model, b, ring))
     if model.torchtitan:
         made = [titan.with_copies(layer, device, model) for layer in made]
-    weights = sum(layer.weight_bytes for layer in made)
+    shared: tuple[SharedWeights, ...] = ()
+    if model.tied:
+        shared = (SharedWeights((0, len(made) - 1), table, table),)
+    weights = sum(layer.weight_bytes for layer in made) - sum(one.weight_bytes for one in shared)
     return Profile(
         text_of(model),
         b,
@@ -429,7 +422,7 @@ def _at(model: Transformer, b: int, device: Device, ring: Ring) -> Profile:
         summed_per_byte=(model.summed_bytes or e) / e,
         added_per_byte=model.added_bytes / e,
         overlapped=bool(model.overlapped),
-        shared=(SharedWeights((0, len(made) - 1), table, table),) if model.tied else (),
+        shared=shared,
     )
 
 

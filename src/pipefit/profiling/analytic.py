@@ -143,7 +143,7 @@ def analytic_profile(
         optimizer_s=optimizer_s,
         loss_work_bytes=loss_work_bytes,
         element_bytes=element_bytes,
-        shared=shared_weights(chain),
+        shared=shared_weights(layer.module.parameters() for layer in chain),
     )
 
 
@@ -345,10 +345,16 @@ def gradients_of(
     trained = graded(weights)
     of_inputs = _backward(counter, roots, inputs)
     every = _backward(counter, roots, inputs + trained)
-    more = Counter(every) - Counter(of_inputs)
+    known = Counter(of_inputs)
+    more = []
+    # In the order in which they run, which is that of other micro-batch sizes.
+    for kernel in every:
+        known[kernel] -= 1
+        if known[kernel] < 0:
+            more.append(kernel)
     if every:
-        more.update(Kernel("pass", (0.0, 3.0 * num_bytes([weight]))) for weight in trained)
-    return of_inputs, tuple(more.elements())
+        more += [Kernel("pass", (0.0, 3.0 * num_bytes([weight]))) for weight in trained]
+    return of_inputs, tuple(more)
 
 
 def _backward(counter: KernelCount, roots: list[Tensor], inputs: list[Tensor]) -> Kernels:

@@ -67,12 +67,9 @@ class KernelCount(TorchDispatchMode):
         packet = func.overloadpacket
         if _only_looks(func):
             return result
-        products = _products(func, args)
+        products = _products(func, args, result)
         if products:
-            if isinstance(result, Tensor):
-                size = result.element_size()
-            else:
-                size = args[0].element_size()
+            size = args[0].element_size()
             made = [Kernel(kind, (*sizes, size)) for kind, *sizes in products]
             if self.in_8_bits and packet in _LINEAR:
                 operands = [args[index] for index in _OPERANDS[packet]]
@@ -134,7 +131,7 @@ def _only_looks(func: Any) -> bool:
     return func.is_view or func.namespace == "prim" or func.overloadpacket in _FREE
 
 
-def _products(func: Any, args: Args) -> list[Product]:
+def _products(func: Any, args: Args, result: Any) -> list[Product]:
     """The matrix products (kind, count, m, n, k) of an operation; none where only its FLOP are known.
 
     A convolution is the product of the patches of its input with its kernel, its backward two more.
@@ -147,7 +144,7 @@ def _products(func: Any, args: Args) -> list[Product]:
     if packet is _ATEN._grouped_mm:
         return [_grouped(*args[:3])]
     if packet is _ATEN.convolution and not args[6]:
-        return [("product", *_convolution(args[0], args[1], args[8], _outputs(args)))]
+        return [("product", *_convolution(args[0], args[1], args[8], result.shape[2:]))]
     if packet is _ATEN.convolution_backward and not args[7]:
         count, m, n, k = _convolution(args[1], args[2], args[9], args[0].shape[2:])
         of_input, of_kernel, _ = args[10]
@@ -167,13 +164,6 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor) -> Product:
     if right.dim() == 3:
         return "grouped", count, m / count, right.shape[-1], k
     return "grouped", count, m, right.shape[-1], k / count
-
-
-def _outputs(args: Args) -> list[int]:
-    """Positions of a convolution's output, per dimension."""
-    source, kernel, _, stride, padding, dilation = args[:6]
-    sizes = zip(source.shape[2:], kernel.shape[2:], stride, padding, dilation, strict=True)
-    return [(size + 2 * pad - dil * (width - 1) - 1) // step + 1 for size, width, step, pad, dil in sizes]
 
 
 def _convolution(source: Tensor, kernel: Tensor, groups: int, places: Any) -> tuple[int, int, int, int]:

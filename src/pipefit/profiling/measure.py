@@ -126,7 +126,7 @@ def profile_layers(
         optimizer_s=stepped.whole_s,
         loss_work_bytes=work.further.loss_s,
         step_work_bytes=stepped.whole_bytes,
-        shared=shared_weights(chain),
+        shared=shared_weights(layer.module.parameters() for layer in chain),
     )
 
 

@@ -36,7 +36,7 @@ from pipefit.profiling.analytic import (
     pretended_state,
 )
 from pipefit.profiling.counting import KernelCount, pretended
-from pipefit.profiling.survey import Storages, begun_by, saved_storages, storage_key, weighed
+from pipefit.profiling.survey import Storages, begun_by, saved_storages, shared_weights, storage_key, weighed
 from pipefit.profiling.tensors import num_bytes, tensors_of
 from pipefit.spec.counted import Counted, LayerCount
 from pipefit.stage.compiler import Forward, Forwards
@@ -47,8 +47,8 @@ Named = list[tuple[str, LayerCount]]
 """The layers of a model with their counts."""
 
 
-_SIZES = (29, 31)
-"""Micro-batch sizes at which layers are counted: primes, of which the sizes of models are seldom multiples."""
+_SIZES = (37, 53)
+"""Micro-batch sizes at which layers are counted: sizes of models are seldom multiples of these, or of one more."""
 
 
 def count_model(
@@ -69,17 +69,21 @@ def count_model(
     allowed = widths_of([_Whole(whole)], max(widths))
     chosen = sorted({1, *widths}.intersection(allowed))
     columns: list[Named] = []
+    shared = []
     for width in chosen:
         model = make()
         counter = KernelCount(_share(model, width))
-        columns += [count_whole(model, random_batch(model, size, tokens=tokens), counter, fp8) for size in _SIZES]
+        for size in _SIZES:
+            found = count_whole(model, random_batch(model, size, tokens=tokens), counter, fp8)
+            columns.append(found.layers)
+        shared.append(shared_weights(found.weights))
     kinds: list[tuple[LayerCount, ...]] = []
     places = []
     for each in zip(*columns, strict=True):
-        found = tuple(count for _, count in each)
-        if found not in kinds:
-            kinds.append(found)
-        places.append(kinds.index(found))
+        counts = tuple(count for _, count in each)
+        if counts not in kinds:
+            kinds.append(counts)
+        places.append(kinds.index(counts))
     parameters = list(whole.parameters())
     return Counted(
         names=tuple(name for name, _ in columns[0]),
@@ -90,6 +94,7 @@ def count_model(
         sequence=tokens,
         element_bytes=max(parameters, key=Tensor.numel).element_size(),
         num_parameters=sum(parameter.numel() for parameter in parameters),
+        shared=tuple(shared),
     )
 
 
@@ -115,8 +120,10 @@ def _share(model: nn.Module, width: int) -> list[Exchange]:
     return region.exchanges
 
 
-def count_whole(model: nn.Module, batch: Mapping[str, Tensor], counter: KernelCount, fp8: bool = False) -> Named:
+def count_whole(model: nn.Module, batch: Mapping[str, Tensor], counter: KernelCount, fp8: bool = False) -> Walk:
     """The layers of a model: the code before its blocks, each block, the code after them with the loss.
+
+    Weights that the forward does not need, such as those of pictures, are in the first layer, and do not train.
 
     Args:
         model: of transformers; its weights may be on the meta device.
@@ -133,16 +140,17 @@ def count_whole(model: nn.Module, batch: Mapping[str, Tensor], counter: KernelCo
         raise ModelError(f"{kind} has no list of blocks, so its layers are not known; measure it (`pipefit profile`)")
     args, kwargs = Call.of(model)(batch)
     with in_mode(True, model), pretended(), torch.enable_grad():
-        walk = _Walk(model, blocks, counter, fp8)
+        found = Walk(model, blocks, counter, fp8)
         try:
-            with replaced_forwards(walk.forwards), _one_sequence_each():
-                walk.begin([])
-                output = functional_call(model, walk.state, args, like(kwargs))
-            walk.end(tensors_of(result(output)), "after")
+            with replaced_forwards(found.forwards), _one_sequence_each():
+                found.begin([])
+                output = functional_call(model, found.state, args, like(kwargs))
+            found.end(tensors_of(result(output)), "after")
         except Exception as problem:
-            walk.pause()
+            found.pause()
             raise ModelError(f"{kind} cannot be counted: {type(problem).__name__}: {problem}") from problem
-    return walk.layers
+        found.keep_unused()
+    return found
 
 
 @contextlib.contextmanager
@@ -158,7 +166,7 @@ def _one_sequence_each() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = found
 
 
-class _Walk:
+class Walk:
     """One forward through a model.
 
     Args:
@@ -171,10 +179,12 @@ class _Walk:
         state: fake tensors by name.
         forwards: of the blocks, and of other modules with weights of their own.
         layers: counted so far.
+        weights: of each.
     """
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], counter: KernelCount, fp8: bool) -> None:
         self.layers: Named = []
+        self.weights: list[list[Tensor]] = []
         self.state = pretended_state(model, None)
         self.forwards: Forwards = {}
         self._counter = counter
@@ -198,7 +208,7 @@ class _Walk:
     def begin(self, leaves: list[Tensor]) -> None:
         """Begins to note the code after a block, which gave these leaves of the graph."""
         self._leaves = leaves
-        self._weights: dict[int, Tensor] = {}
+        self._used: dict[Tensor, None] = {}
         self._seen: Storages = {}
         self._counter.take()
         self._context = contextlib.ExitStack()
@@ -222,20 +232,28 @@ class _Walk:
         roots = [leaf for leaf in ends if leaf.requires_grad and not leaf.is_leaf]
         scalars = [leaf for leaf in roots if not leaf.dim()]
         seed_bytes = num_bytes(scalars) if scalars else None
-        weights = list(self._weights.values())
+        weights = list(self._used)
         ways = gradients_of(self._counter, scalars or roots, self._leaves, weights)
         figures = figures_of(begun_by(weighed("", self._leaves, ends, self._seen.values(), weights), seed_bytes))
         self._counter.take()
         count = LayerCount(figures, forward, *ways)
         if name or not self.layers:
             self.layers.append((name or "before", count))
+            self.weights.append(weights)
             return
         last, before = self.layers[-1]
         self.layers[-1] = last, before.joined(count)
+        self.weights[-1] = self.weights[-1] + weights
+
+    def keep_unused(self) -> None:
+        """Adds the weights that no layer used to the memory of the first one."""
+        every = {leaf for leaf in self.state.values() if isinstance(leaf, nn.Parameter)}
+        _, first = self.layers[0]
+        first.figures["weight_bytes"] += num_bytes(every.difference(*self.weights))
 
     def _outside(self, own: list[Tensor], forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Runs a module between blocks, whose weights are those of the present code."""
-        self._weights.update((id(weight), weight) for weight in own)
+        self._used |= dict.fromkeys(own)
         return forward(*args, **kwargs)
 
     def _block(self, path: str, kind: Any, weights: list[Tensor], forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -261,6 +279,7 @@ class _Walk:
             self._known[key] = replace(count, figures=figures), forms_of(output)
         count, output = self._known[key]
         self.layers.append((path, count))
+        self.weights.append(weights)
         made = like(output)
         self.begin([leaf for leaf in tensors_of(made) if leaf.requires_grad])
         return made

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +15,13 @@ from torch.autograd.graph import get_gradient_edge
 from pipefit.errors import ModelError
 from pipefit.profiling.tensors import call_layer, graded, num_bytes, tensors_of
 from pipefit.runtime.halves import Saved, input_half
-from pipefit.spec.profile import Layer, SharedWeights
+from pipefit.spec.counted import SharedWeights
+from pipefit.spec.profile import Layer
 from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.payload import sent
 from pipefit.stage.precision import narrowed
 from pipefit.stage.replay import AttentionCores, replayed_module
 from pipefit.stage.split import NamedLayer, joined
-from pipefit.stage.ties import named_at
 
 Storages = dict[int, Any]
 """Storages by their keys."""
@@ -139,15 +138,18 @@ def begun_by(layer: Layer, seed_bytes: float | None) -> Layer:
     return replace(layer, grad_bytes=seed_bytes)
 
 
-def shared_weights(chain: Sequence[NamedLayer]) -> tuple[SharedWeights, ...]:
-    """The weights that several layers of a model share."""
+def shared_weights(layers: Iterable[Iterable[Tensor]]) -> tuple[SharedWeights, ...]:
+    """The weights that several layers of a model share, by the weights of each layer."""
+    latest: dict[int, int] = {}
     weights: Counter[tuple[int, int]] = Counter()
     trained: Counter[tuple[int, int]] = Counter()
-    for uses in named_at(chain):
-        parameter = uses[0][1]
-        for pair in pairwise(sorted({layer for _, _, layer in uses})):
-            weights[pair] += parameter.nbytes
-            trained[pair] += parameter.nbytes * parameter.requires_grad
+    for index, own in enumerate(layers):
+        for parameter in own:
+            pair = latest.get(id(parameter), index), index
+            latest[id(parameter)] = index
+            if pair[0] < index:
+                weights[pair] += parameter.nbytes
+                trained[pair] += parameter.nbytes * parameter.requires_grad
     return tuple(SharedWeights(pair, weights[pair], trained[pair]) for pair in sorted(weights))
 
 

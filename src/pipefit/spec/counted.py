@@ -5,7 +5,6 @@ A layer is counted at two micro-batch sizes. All sizes of its kernels lie on lin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import ceil
 
 import msgspec
@@ -92,12 +91,18 @@ class LayerCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def towards(self, other: LayerCount, share: float) -> LayerCount:
-        """The layer at a share of the way to another micro-batch size, at which it has the same kernels."""
+        """The layer at a share of the way to another micro-batch size.
+
+        Raises:
+            ProfileError: it has other kernels there.
+        """
 
         def mixed(one: float, two: float) -> float:
             return max(one + share * (two - one), 0.0)
 
-        def kernels(ones: Iterable[Kernel], twos: Iterable[Kernel]) -> Kernels:
+        def kernels(ones: Kernels, twos: Kernels) -> Kernels:
+            if [one.kind for one in ones] != [two.kind for two in twos]:
+                raise ProfileError("a layer cannot be counted: its kernels differ from one micro-batch to another")
             found = []
             for one, two in zip(ones, twos, strict=True):
                 sizes = tuple(map(mixed, one.sizes, two.sizes))
@@ -115,6 +120,20 @@ class LayerCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
+class SharedWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Weights that two layers share, such as a table of words and the projection to them.
+
+    Attributes:
+        layers: the places of both, in order; of three that share, the first and second, and the second and third.
+        weight_bytes: of these weights.
+        trained_bytes: of those that train.
+    """
+
+    layers: tuple[int, int]
+    weight_bytes: float
+    trained_bytes: float
+
+
 class Counted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model, counted.
 
@@ -127,6 +146,7 @@ class Counted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sequence: tokens of a sample.
         element_bytes: of a weight.
         num_parameters: each once.
+        shared: for every width the weights that layers share.
     """
 
     names: tuple[str, ...]
@@ -137,6 +157,7 @@ class Counted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequence: int
     element_bytes: int
     num_parameters: int
+    shared: tuple[tuple[SharedWeights, ...], ...]
 
     def at(self, microbatch_size: int, tensor: int = 1) -> list[LayerCount]:
         """The layers at a micro-batch size, one of so many devices that share each.

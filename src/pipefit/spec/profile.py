@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from pipefit.errors import ProfileError, check_figures
 from pipefit.spec.arguments import check_fields, checked
-from pipefit.spec.counted import Counted
+from pipefit.spec.counted import Counted, SharedWeights
 from pipefit.spec.files import decode, encode, read_json, write_json
 from pipefit.spec.plan import INSIDE, Partition
 from pipefit.spec.topology import Device
@@ -159,20 +159,6 @@ _UNKNOWN = ("grad_bytes", "split_s", "half_bytes", "input_bytes", "selective_byt
 """Figures that may be None; where they are given they scale as the others do."""
 
 _SCALED = tuple(name for name in Layer.__struct_fields__ if name not in ("name", "trained_bytes", *_FIXED, *_UNKNOWN))
-
-
-class SharedWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Weights that two layers share, such as a table of words and the projection to them.
-
-    Attributes:
-        layers: the places of both, in order; of three that share, the first and second, and the second and third.
-        weight_bytes: of these weights.
-        trained_bytes: of those that train.
-    """
-
-    layers: tuple[int, int]
-    weight_bytes: float
-    trained_bytes: float
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -335,14 +321,13 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         5
         """
         layers = list(layers)
-        if not any(self.layers[index].wgrad_bytes for index in layers):
+        _, trained = self.weights_of(layers)
+        if not trained:
             return 0.0
-        own, weights = self._optimized
+        own, every = self._optimized
         if own:
             return max(self.optimizer_s - own, 0) + sum(self.layers[index].step_s for index in layers)
-        if weights:
-            return self.optimizer_s * sum(self.layers[index].wgrad_bytes for index in layers) / weights
-        return 0.0
+        return self.optimizer_s * trained / every
 
     @cached_property
     def steps_at_once(self) -> bool:
@@ -364,8 +349,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
 
     @cached_property
     def _optimized(self) -> tuple[float, float]:
-        """Seconds of all layers' own steps, and bytes of their gradients."""
-        return sum(layer.step_s for layer in self.layers), sum(layer.wgrad_bytes for layer in self.layers)
+        """Seconds of all layers' own steps, and bytes of the weights that train, each once."""
+        return sum(layer.step_s for layer in self.layers), self.weights_of(range(len(self)))[1]
 
     def with_others(self, others: Iterable[Profile]) -> Profile:
         """This profile with those of other micro-batch sizes attached, by size."""
