@@ -126,6 +126,7 @@ def profile_kinds(
     """
     x, y = work.batch("measuring the layers")
     place = work.device
+    costs = layer_costs(work.layers, x, device, microbatch_size, half=work.half, works=True)
     computed = analytic_profile(
         work.layers,
         x,
@@ -136,8 +137,8 @@ def profile_kinds(
         model="the model",
         half=work.half,
         works=True,
+        costs=costs,
     )
-    costs = layer_costs(work.layers, x, Device(flops=1.0), microbatch_size)
     first = placed(take(x, microbatch_size, batch_of(x)), place, None)
     found: dict[int, _Found] = {}
     for layer, cost in zip(work.layers, costs, strict=True):
@@ -172,9 +173,10 @@ def _measured(
 
 
 def _needs_bytes(cost: LayerCost, trained: bool = True) -> float:
-    """Bytes of weights, gradients and new gradients where it is trained, and of its activations."""
+    """Bytes of weights with their half copies, of both gradients where it is trained, and of its activations."""
     layer = cost.layer
-    return layer.weight_bytes + 2 * layer.wgrad_bytes * trained + layer.saved_bytes + 2 * layer.output_bytes
+    weights = layer.weight_bytes + layer.copy_bytes + 2 * layer.wgrad_bytes * trained
+    return weights + layer.saved_bytes + 2 * layer.output_bytes
 
 
 def _payload(form: Any, device: torch.device) -> Any:
