@@ -84,7 +84,6 @@ def analytic_profile(
     model: str = "",
     half: Half = None,
     works: bool = False,
-    costs: Sequence[LayerCost] = (),
 ) -> Profile:
     """Computes a profile from FLOP and bytes, as `profile_layers` would measure it on such a device.
 
@@ -102,7 +101,6 @@ def analytic_profile(
         model: name for the profile.
         half: the type that autocast computes in; None: no autocast.
         works: whether the memory that layers and loss take while they work is counted too.
-        costs: what `layer_costs` found for the same arguments; empty: the layers are counted here.
 
     Raises:
         ProfileError: the device's `flops` are not known.
@@ -118,7 +116,7 @@ def analytic_profile(
         size = batch
     else:
         size = microbatch_size
-    costs = costs or layer_costs(chain, example_input, device, size, dtype, half, works)
+    costs = layer_costs(chain, example_input, device, size, dtype, half, works)
     loss_s = loss_work_bytes = 0.0
     seeds = None
     if loss:
@@ -180,7 +178,6 @@ def layer_costs(
     works: bool = False,
 ) -> list[LayerCost]:
     """The cost of each layer; identical layers with inputs of one form share one object."""
-    device = device.for_elements(_element_bytes(chain, half or dtype))
     form = _form(example_input, dtype, batch_of(example_input), microbatch_size)
     known = {}
     costs = []

@@ -126,7 +126,6 @@ def profile_kinds(
     """
     x, y = work.batch("measuring the layers")
     place = work.device
-    costs = layer_costs(work.layers, x, device, microbatch_size, half=work.half, works=True)
     computed = analytic_profile(
         work.layers,
         x,
@@ -137,8 +136,8 @@ def profile_kinds(
         model="the model",
         half=work.half,
         works=True,
-        costs=costs,
     )
+    costs = layer_costs(work.layers, x, Device(flops=1.0), microbatch_size)
     first = placed(take(x, microbatch_size, batch_of(x)), place, None)
     found: dict[int, _Found] = {}
     for layer, cost in zip(work.layers, costs, strict=True):
@@ -173,10 +172,9 @@ def _measured(
 
 
 def _needs_bytes(cost: LayerCost, trained: bool = True) -> float:
-    """Bytes of weights with their half copies, of both gradients where it is trained, and of its activations."""
+    """Bytes of weights, gradients and new gradients where it is trained, and of its activations."""
     layer = cost.layer
-    weights = layer.weight_bytes + layer.copy_bytes + 2 * layer.wgrad_bytes * trained
-    return weights + layer.saved_bytes + 2 * layer.output_bytes
+    return layer.weight_bytes + 2 * layer.wgrad_bytes * trained + layer.saved_bytes + 2 * layer.output_bytes
 
 
 def _payload(form: Any, device: torch.device) -> Any:
