@@ -3,7 +3,7 @@
 import pytest
 from tests.verbs import answered
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.usefixtures("small_probes"), pytest.mark.slow]
 
 pytest.importorskip("transformers")
 

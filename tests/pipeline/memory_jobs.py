@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from dataclasses import replace
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -120,6 +122,16 @@ def model(name: str) -> nn.Module:
     return made.train()
 
 
+@cache
+def _proven(name: str) -> Any:
+    return pf.cut(model(name), example=batch(name, 4))
+
+
+def layers_of(name: str) -> Any:
+    """The layers of a model, as they are before any training; it is cut once in a process."""
+    return copy.deepcopy(_proven(name))
+
+
 def batch(name: str, samples: int = SAMPLES) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     if name.startswith("ViT"):
@@ -139,7 +151,7 @@ def plan(layers: int, **shape: Any) -> pf.spec.Plan:
 
 def counted(name: str, shape: dict[str, Any], precision: str) -> int:
     """The most bytes of tensors of this rank in a later step."""
-    made = pf.cut(model(name), example=batch(name, 4))
+    made = layers_of(name)
     whole = batch(name)
     pipe = pf.Pipeline(made, loss=made.loss, optimizer=adamw, plan=plan(len(made), **shape), precision=precision)
     return in_a_step(pipe, whole, whole)
@@ -178,7 +190,7 @@ def measured(example: tuple[Any, Any], layers: Any, loss: Any, precision: str) -
 
 def predicted(name: str, shapes: list[dict[str, Any]], precision: str) -> list[list[float]]:
     """The most bytes of each rank, by profile, costs and simulation."""
-    made = pf.cut(model(name), example=batch(name, 4))
+    made = layers_of(name)
     layers = named_layers(made)
     plans = [plan(len(made), **shape) for shape in shapes]
     whole = batch(name)
@@ -230,7 +242,7 @@ def scaled_work() -> list[list[float]]:
 
 def spilled(name: str, precision: str, schedule: str, keep: str) -> tuple[float, int]:
     """The predicted and the counted bytes of one rank whose three stages are in the host's memory."""
-    made = pf.cut(model(name), example=batch(name, 4))
+    made = layers_of(name)
     layers = named_layers(made)
     whole = batch(name)
     profile = measured((whole, whole), layers, made.loss, precision)

@@ -5,9 +5,11 @@ Counted are the tensors that live before an update, and what torch's profiler re
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate, product
 from typing import Any
 
@@ -71,10 +73,15 @@ def width_of(shape: dict[str, Any]) -> int:
     return width
 
 
-def layers_of(name: str) -> Any:
-    """The layers of a model whose weights are not small next to its messages."""
+@cache
+def _proven(name: str) -> Any:
     jobs.MODELS[name] = {**jobs.MODELS[name], **MODELS[name]}
     return pf.cut(jobs.model(name), example=jobs.batch(name, 2))
+
+
+def layers_of(name: str) -> Any:
+    """The layers of a model whose weights are not small next to its messages; it is cut once in a process."""
+    return copy.deepcopy(_proven(name))
 
 
 def counted(name: str, shape: dict[str, Any], level: str) -> tuple[float, Program]:

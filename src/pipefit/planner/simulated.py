@@ -117,7 +117,7 @@ def update_s(plan: Plan, timing: CostModel) -> tuple[float, float]:
     return float(seen.makespan_s) / steps, float(seen.period_s)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=128)
 def _program(schedule: Schedule, shape: bytes) -> Program:
     """A program, kept with its graph: the next candidate may have the same shape."""
     return schedule(msgspec.msgpack.decode(shape, type=Shape))
