@@ -364,10 +364,8 @@ class SpilledStore(Store):
             change: write changes back, with the optimizer's states.
         """
         kinds = [WEIGHTS]
-        if self.states is not None and not self.on_host:
-            # Before the first step there are no states.
-            if change or (optim and self.states.tensors()):
-                kinds.append(OPTIM)
+        if (optim or change) and self.states is not None and not self.on_host:
+            kinds.append(OPTIM)
         for kind in kinds:
             self.fetch(kind, 0, 0).wait()
             self.arrived(kind, 0, 0)
