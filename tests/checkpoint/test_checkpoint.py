@@ -12,7 +12,7 @@ from safetensors.torch import load_file, load_model
 from tests.pipelines import grouped
 from torch import nn
 
-from pipefit import Pipeline
+from pipefit import Pipeline, Spilled
 from pipefit.checkpoint import commit, export
 from pipefit.checkpoint.manifest import MANIFEST, read_manifest
 from pipefit.errors import ModelError, PipefitError
@@ -401,3 +401,51 @@ def test_an_export_is_one_file_that_plain_pytorch_reads(tmp_path, make):
 def test_an_export_onto_a_directory_is_refused(tmp_path):
     with pytest.raises(PipefitError, match="expected a file to write, found a directory"):
         export(pipeline(), tmp_path)
+
+
+class Gated(nn.Module):
+    """A module that is cut, whose own weight its code uses around every block."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+        self.gates = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        before = []
+        for number, block in enumerate(self.blocks):
+            before.append(x)
+            x = block(x).tanh() * self.gates[number] + sum(before)
+        return x
+
+
+def gated(**options):
+    torch.manual_seed(0)
+    example = torch.randn(2, 4, 4, dtype=torch.float64).unbind()
+    given = grouped(loss=nn.functional.mse_loss, optimizer=momentum, microbatches=4, example=example, **options)
+    return Pipeline(Gated().double(), **given)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stages": 4, "chunks": 2, "schedule": "interleaved"},
+        {"stages": 4, "chunks": 2, "schedule": "breadth-first", "replicas": 2, "shard": "weights"},
+        {"stages": 4, "chunks": 2, "schedule": "zb-v"},
+        {"stages": 3, "spill": Spilled(slots=4)},
+    ],
+)
+def test_a_weight_that_several_stages_of_a_rank_have_is_saved_once(options, wait, tmp_path):
+    batches = torch.randn(3, 2, 8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    pipe, whole = gated(**options), gated(stages=1)
+    for x, y in batches[:2]:
+        assert pipe.step(x, y) == pytest.approx(whole.step(x, y), rel=1e-12)
+    pipe.save(tmp_path, wait=wait)
+    again = gated(stages=2)
+    again.load(tmp_path)
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], value, rtol=1e-12, atol=1e-14)
+    x, y = batches[2]
+    assert again.step(x, y) == pytest.approx(whole.step(x, y), rel=1e-12)
+    pipe.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -183,3 +184,14 @@ def test_settings_that_layers_share_and_do_not_change_train_and_leave_no_hooks()
     first, second = Holds(box, lambda box, h: box.value), Holds(box, lambda box, h: box.value)
     assert len(trained(first, second)) == 3
     assert not first._forward_hooks and not first._forward_pre_hooks
+
+
+def test_a_pipeline_that_was_closed_before_its_first_steps_leaves_no_hooks_and_its_model_can_be_copied() -> None:
+    box = Box()
+    box.value = torch  # a module of Python cannot be copied
+    layers = [Holds(box, lambda box, h: None) for _ in range(2)]
+    pipe = pf.Pipeline(nn.Sequential(*layers), loss=lambda h, y: h.mean(), optimizer=torch.optim.SGD, stages=2)
+    assert all(layer._forward_hooks for layer in layers)
+    copy.deepcopy([layer._forward_hooks for layer in layers])
+    pipe.close()
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)

@@ -253,3 +253,45 @@ def test_a_change_of_a_spilled_weight_is_refused(name, change):
     change(getattr(model[1], name))
     with pytest.raises(ModelError, match="stage 1 was changed between two steps, when its weights are on the host"):
         pipe.step(*batches(1)[0])
+
+
+class OwnForward(nn.Module):
+    """A module that is cut, whose head has the weight of its first layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6, bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 6, bias=False)
+        self.head.weight = self.first.weight
+
+    def forward(self, x):
+        h = self.first(x)
+        for block in self.blocks:
+            h = block(h).tanh()
+        return self.head(h)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"stages": 3, "spill": Spilled()}, {"parallelism": pf.Parallelism(replicas=2)}]
+)
+def test_weights_are_taken_into_a_model_that_was_cut(options):
+    source, plain = OwnForward().double(), OwnForward().double()
+    pipe = piped(source, example=batches(1)[0], **options)
+    pipe.step(*batches(1)[0])
+    pipe.load_state_dict(plain.state_dict())
+    for name, value in pipe.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name])
+    x, y = batches(1)[0]
+    assert pipe.step(x, y) == pytest.approx(nn.functional.mse_loss(plain(x), y).item(), rel=1e-12)
+
+
+def test_weights_that_the_model_does_not_have_or_that_contradict_each_other_are_refused():
+    cut = piped(OwnForward().double(), example=batches(1)[0])
+    for pipe, last in ((piped(tied()), "5.weight"), (cut, "head.weight")):
+        state = pipe.state_dict()
+        with pytest.raises(ModelError, match="no weight or buffer named surplus"):
+            pipe.load_state_dict(state | {"surplus": torch.ones(1)})
+        with pytest.raises(ModelError, match=f"{last} and .*weight are one weight in this model"):
+            pipe.load_state_dict(state | {last: 2 * state[last]})
+        assert all(torch.equal(value, state[name]) for name, value in pipe.state_dict().items())

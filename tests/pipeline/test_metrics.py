@@ -165,6 +165,29 @@ def test_a_table_that_grows_metrics_keeps_its_rows(tmp_path):
     ]  # fmt: skip
 
 
+def test_a_micro_batch_without_a_weight_counts_in_no_metric():
+    def loss(output, target):
+        counted = target != -100
+        hits = (output.argmax(1) == target)[counted].double().mean()  # not a number where none counts
+        return nn.functional.cross_entropy(output, target), {"hits": hits}
+
+    x, y = torch.randn(8, 4), torch.arange(8) % 4
+    y[:2] = -100
+    pipe = pf.Pipeline(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        loss=loss,
+        optimizer=lambda weights: torch.optim.SGD(weights, 0.0),
+        stages=2,
+        microbatches=4,
+        updates=pf.Updates(weigh=lambda target: (target != -100).sum()),
+    )
+    whole = loss(pipe.model(x), y)[1]["hits"]
+    pipe.step(x, y)
+    assert pipe.metrics["hits"] == pytest.approx(whole.item())
+    _, measured = pipe.evaluate([(x, y)], lambda output, target: loss(output, target)[1]["hits"])
+    assert measured == pipe.metrics["hits"] == pytest.approx(whole.item())
+
+
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 
@@ -186,6 +209,12 @@ def fickle():
 def test_metrics_that_cannot_be_averaged_are_refused(loss, message):
     with pytest.raises(ModelError, match=message):
         pipeline(loss).fit(batches(1))
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, None, "x", torch.ones(3)])
+def test_a_metric_of_an_evaluation_that_is_not_a_number_is_refused(value):
+    with pytest.raises(ModelError, match="metric: expected a function that returns one number, got "):
+        pipeline(plain).evaluate(batches(1), lambda output, target: value)
 
 
 def refused(_):

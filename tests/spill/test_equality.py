@@ -228,6 +228,14 @@ def test_checkpoints_go_from_spilled_to_resident_runs_and_back(optimizer, tmp_pa
     third.close()
 
 
+def test_a_checkpoint_of_a_spilled_run_before_its_first_step_is_whole(tmp_path):
+    first, second = spilled(), resident()
+    first.save(tmp_path)
+    second.load(tmp_path)
+    assert [first.step(x, y) for x, y in data(2)] == [second.step(x, y) for x, y in data(2)]
+    first.close()
+
+
 def test_weights_alone_are_taken_into_a_spilled_run():
     source, target = resident(), spilled()
     source.step(*data(1)[0])

@@ -93,6 +93,11 @@ def test_clipping_by_the_norm_of_all_stages_is_exact(schedule: str, model: str) 
     assert_equal(model, schedule=schedule, clip_norm=0.05, **sizes(schedule, 3, 3))
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream-2bw"])
+def test_a_norm_of_0_clips_nothing(schedule: str) -> None:
+    assert_equal("batch norm", schedule=schedule, clip_norm=0.0, **sizes(schedule, 2, 3))
+
+
 def decaying(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 

@@ -232,7 +232,7 @@ def parts_of(pipeline: Trained, sharing: Sharing, among: Container[int] | None =
         forms: Tensors = {}
         for stage in stages:
             forms |= saved_forms(worker, stage)
-        values = _values(pipeline, worker, stages, sharing)
+        values = _values(pipeline, worker, stages, sharing, set(forms))
         if not worker.mesh.is_first:
             yield Part("", forms, values, {})
             continue
@@ -240,11 +240,19 @@ def parts_of(pipeline: Trained, sharing: Sharing, among: Container[int] | None =
         yield Part(f"rank-{worker.rank}.safetensors", forms, values, msgspec.to_builtins(facts))
 
 
-def _values(pipeline: Trained, worker: Worker, stages: Sequence[int], sharing: Sharing) -> Iterator[Tensor]:
-    """The saved tensors of a rank's own stages; of the others it sends its parts when their turn comes."""
+def _values(
+    pipeline: Trained, worker: Worker, stages: Sequence[int], sharing: Sharing, left: set[str]
+) -> Iterator[Tensor]:
+    """The saved tensors of a rank's own stages; of the others it sends its parts when their turn comes.
+
+    A weight of several stages under one name comes once. So does no state that a spilled stage gets as it is fetched.
+    """
     for stage in worker.stages:
         if stage in stages:
-            yield from saved_tensors(worker, stage, sharing)
+            for name, value in saved_tensors(worker, stage, sharing):
+                if name in left:
+                    left.remove(name)
+                    yield value
         elif pipeline.session.is_distributed:
             sharing.send(stage, saved_names(worker, stage))
             sharing.send_states(stage)

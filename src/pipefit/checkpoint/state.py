@@ -108,12 +108,12 @@ def saved_forms(worker: Worker, stage: int) -> Tensors:
     return forms
 
 
-def saved_tensors(worker: Worker, stage: int, sharing: Sharing) -> Iterator[Tensor]:
-    """The saved tensors of a stage, whole, in the order of `saved_forms`; each is valid until the next.
+def saved_tensors(worker: Worker, stage: int, sharing: Sharing) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of what is saved of a stage, whole, in the order of `saved_forms`; each is valid until the next.
 
     A spilled stage is on the device meanwhile. All processes of a tensor-parallel rank must walk them together, and
     other replicas must send their parts of them.
     """
     with worker.presence(stage, optim=True):
         for name, weight, value in _named(worker, stage):
-            yield worker.mesh.whole(weight, sharing.whole(stage, name, value))
+            yield name, worker.mesh.whole(weight, sharing.whole(stage, name, value))

@@ -62,7 +62,8 @@ def write_tensors(
 
     def chunks() -> Iterator[bytes | memoryview]:
         yield head
-        for data in map(bytes_of, tensors.values() if values is None else values):
+        found = map(bytes_of, tensors.values() if values is None else values)
+        for _, data in zip(tensors, found, strict=True):
             for start in range(0, len(data), _CHUNK_BYTES):
                 yield data[start : start + _CHUNK_BYTES]
             del data  # before the next is made

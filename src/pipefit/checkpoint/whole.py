@@ -15,7 +15,7 @@ from pipefit.checkpoint.sharded import Sharing
 from pipefit.checkpoint.state import aliases_of, saved_stages, tensors_of, weights_of
 from pipefit.checkpoint.tensor_files import write_tensors
 from pipefit.checkpoint.trained import Trained
-from pipefit.errors import PipefitError
+from pipefit.errors import ModelError, PipefitError
 from pipefit.runtime.collectives import agree, attempt, broadcast, exchange
 from pipefit.runtime.progress import SAVING
 from pipefit.spec.files import sync_folder
@@ -34,6 +34,28 @@ def whole_state(pipeline: Trained, names: Iterable[str] | None = None) -> Tensor
         forms = {name: forms[name] for name in names}
     values = (value.to("cpu", copy=True) for value in _whole_tensors(pipeline, forms))
     return dict(zip(forms, values, strict=True))
+
+
+def load_whole(pipeline: Trained, state: Mapping[str, Tensor]) -> None:
+    """Loads weights and buffers under the user's names. Every rank must call it.
+
+    Raises:
+        ModelError: a name is missing, unknown or has another shape, or names of one weight have different values.
+    """
+    known = tensors_of(pipeline.layers)
+    prefixes = tuple(layer.dotted for layer in pipeline.layers if layer.dotted)
+    for name in state:
+        # A module may read further names, such as older ones.
+        if name not in known and not name.startswith(prefixes):
+            raise ModelError(f"the model has no weight or buffer named {name}")
+    for name, tie in pipeline.workers[0].ties.items():
+        if name in state and tie.owner in state and not torch.equal(state[name], state[tie.owner]):
+            raise ModelError(f"{name} and {tie.owner} are one weight in this model, but have different values here")
+    own = {name: pipeline.engine.mesh.part(name, value) for name, value in state.items()}
+    for worker in pipeline.workers:
+        for index, stage in worker.stages.items():
+            with worker.presence(index, change=True), worker.stores[index].overwritten():
+                stage.load_state_dict(own)
 
 
 def export(pipeline: Trained, path: str | Path) -> Path:

@@ -93,7 +93,7 @@ def watch_shared(
                 if layer.module is layers[layer.index].module:
                     shared = _shared(places[layer.index], others)
                     if shared:
-                        _Watch(layer, shared)
+                        stage.hooks += _Watch(layer, shared).hooks
 
 
 def _shared(mine: Mapping[Any, Place], others: Mapping[str, Mapping[Any, Place]]) -> list[Shared]:
@@ -116,7 +116,11 @@ class _Watch:
         self._left = _FORWARDS
         begin = layer.module.register_forward_pre_hook(self._begin, prepend=True)
         end = layer.module.register_forward_hook(self._end)
-        self._hooks = [begin, end]
+        self.hooks = [begin, end]
+
+    def __deepcopy__(self, memo: Any) -> _Watch:
+        """Itself: what layers share is not copied with one of them."""
+        return self
 
     def _begin(self, module: nn.Module, given: Any) -> None:
         self._before = [shared.content() for shared in self._shared]
@@ -135,7 +139,7 @@ class _Watch:
         if not self._left:
             self._before = []
             self._shared = []
-            for hook in self._hooks:
+            for hook in self.hooks:
                 hook.remove()
 
 

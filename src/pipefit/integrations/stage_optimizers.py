@@ -113,6 +113,8 @@ class StageOptimizers:
         states = self.whole.state_dict()["state"]
         for optimizer, places in self._stages(pipe):
             found = {number: states[place] for number, place in enumerate(places) if place in states}
+            # Each copy of a weight steps with states of its own.
+            found = pytree.tree_map_only(Tensor, Tensor.clone, found)
             # Through its own method, which brings them to the types and the device of the weights.
             optimizer.load_state_dict({**optimizer.state_dict(), "state": found})
         self.whole.state.clear()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from pipefit.checkpoint import Checkpoint, load, save
 from pipefit.checkpoint.committed import commit_step, resume_records
 from pipefit.checkpoint.run_state import RunState
-from pipefit.checkpoint.whole import whole_state
+from pipefit.checkpoint.whole import load_whole, whole_state
 from pipefit.cutting import Cut
 from pipefit.draw.drawing import Drawing, drawing_of
 from pipefit.errors import DataError, ScheduleError
@@ -390,13 +390,9 @@ class Pipeline:
         """Loads weights and buffers by the user's names. All ranks of a run must call it together.
 
         Raises:
-            ModelError: a name is missing or has another shape.
+            ModelError: a name is missing, unknown or has another shape, or names of one weight have different values.
         """
-        state = {name: self.engine.mesh.part(name, value) for name, value in state.items()}
-        for worker in self.workers:
-            for index, stage in worker.stages.items():
-                with worker.presence(index, change=True), worker.stores[index].overwritten():
-                    stage.load_state_dict(state)
+        load_whole(self, state)
         commit_step(self, self.notes, now=True)
 
     @collective

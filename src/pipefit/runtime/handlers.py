@@ -74,6 +74,18 @@ def _recompute(run: Execution, i: Instruction) -> None:
     run.values["saved", i.stage, i.mb], _ = run_stage(run, i, replay=True)
 
 
+def _number(value: Any) -> float:
+    """The value of a metric.
+
+    Raises:
+        ModelError: it is not one number.
+    """
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ModelError(f"metric: expected a function that returns one number, got {value!r:.60}") from None
+
+
 def _loss(run: Execution, i: Instruction) -> None:
     last = run.header.last_stage
     worker = run.worker
@@ -88,11 +100,11 @@ def _loss(run: Execution, i: Instruction) -> None:
     if share == 0:
         # It counts for nothing, even where the mean over its labels is 0/0.
         loss = torch.zeros_like(loss)
+        metrics = {name: torch.zeros_like(value) for name, value in metrics.items()}
     run.losses.append((i.mb, loss.detach() * share))
     run.logged[i.mb] = {name: value * share for name, value in metrics.items()}
-    if run.metric is not None:
-        metric = float(run.metric(act.payload(), target))
-        run.metrics.append(metric * share)
+    if run.metric is not None and share > 0:
+        run.metrics.append(_number(run.metric(act.payload(), target)) * share)
     if not torch.is_grad_enabled():
         return
     if worker.scale is not None:

@@ -53,7 +53,8 @@ def cut(batch: Any, num_microbatches: int, what: str = "the batch") -> list[Any]
     A single micro-batch is the batch itself, whatever that is: a graph, or a scalar next to samples.
 
     Raises:
-        DataError: there are fewer samples than micro-batches, or the tensors have different numbers of samples.
+        DataError: there are fewer samples than micro-batches, the tensors have different numbers of samples, or a list
+            has a plain value for each sample.
     """
     leaves, structure = pytree.tree_flatten(batch)
     split = [leaf for leaf in leaves if not is_plain(leaf)]
@@ -72,6 +73,15 @@ def cut(batch: Any, num_microbatches: int, what: str = "the batch") -> list[Any]
         raise DataError(
             f"{what} has {size} samples, too few for {num_microbatches} micro-batches; "
             f"use a batch of at least {num_microbatches}, or at most {size} micro-batches"
+        )
+
+    def is_row(value: Any) -> bool:
+        return type(value) is list and len(value) == size and all(map(is_plain, pytree.tree_leaves(value)))
+
+    if num_microbatches > 1 and any(map(is_row, pytree.tree_leaves(batch, is_leaf=is_row))):
+        raise DataError(
+            f"{what} has {size} samples and a list of {size} plain values, which would not be split: make it a tensor, "
+            "or, if its values are not those of samples, a tuple"
         )
     parts = []
     for leaf in leaves:

@@ -235,6 +235,9 @@ class Worker:
         """Gives all weights memory of their own, in place of the stores, which cannot be used afterwards."""
         for store in self.stores.values():
             store.release()
+        for stage in self.stages.values():
+            for hook in stage.hooks:
+                hook.remove()
 
     def presence(self, stage: int, optim: bool = False, change: bool = False) -> AbstractContextManager[None]:
         """The context, between programs, in which a stage is on the device; see `Store.present`."""

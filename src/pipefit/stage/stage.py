@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from pipefit.errors import ModelError, is_lost_peer
 from pipefit.stage import batchnorm
@@ -72,6 +73,7 @@ class Stage:
         halves: copies of its weights in this type.
         compiled: modules that train by other forwards, which are compiled.
         replayed: modules that the backward replays, with the forwards by which they train.
+        hooks: on its modules, until its run ends.
         batchnorms: the running averages of its batch norms.
         is_cut: the layers are parts of one model's forward and run together; each of them needs the micro-batch.
     """
@@ -85,6 +87,7 @@ class Stage:
         self.half: Half = None
         self.halves = HalfCopies()
         self.compiled: Forwards = {}
+        self.hooks: list[RemovableHandle] = []
         for layer in self.layers:
             layer.module.to(device)
         modules = (module for layer in self.layers for _, module in modules_of(layer.module))
@@ -338,7 +341,11 @@ class Stage:
         """
         for layer in self.layers:
             prefix = layer.dotted
-            names = [name for name in state if name.startswith(prefix)]
+            if prefix:
+                names = [name for name in state if name.startswith(prefix)]
+            else:
+                # The layers of a cut model have the model's own names, without a prefix.
+                names = [name for name in layer.module.state_dict() if name in state]
             own = {name.removeprefix(prefix): state[name] for name in names}
             try:
                 layer.module.load_state_dict(own)

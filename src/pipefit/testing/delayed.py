@@ -278,7 +278,7 @@ def _plus(old: Tensor | None, new: Tensor | None) -> Tensor | None:
 
 def _clipped(gradients: Gradients, clip_norm: float | None) -> Gradients:
     """The gradients of an update, scaled to a global norm of at most `clip_norm`; a tied weight counts once."""
-    if clip_norm is None:
+    if not clip_norm:
         return gradients
     present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
     norm = sum(float(gradient.double().square().sum()) for gradient in present.values()) ** 0.5

@@ -45,7 +45,7 @@ def reference(case: Case) -> Outcome:
         losses.append(_accumulate(model, averages, batch, number, scaler))
         if optimizer is not None:
             scaler.unscale_(optimizer)
-        if case.updates.clip_norm is not None and trained:
+        if case.updates.clip_norm and trained:
             torch.nn.utils.clip_grad_norm_(trained.values(), case.updates.clip_norm)
         gradients = first or _gradients(model)
         if optimizer is None or _taken(scaler, optimizer):
