@@ -8,13 +8,15 @@ from pipefit.ir.liveness import lifetimes, peak
 from pipefit.partition import hydra, pipedream
 from pipefit.partition.capacity import shard_bytes
 from pipefit.planner import plan
+from pipefit.planner.bounds import quick_s
 from pipefit.planner.candidate import costs_of, plan_of
-from pipefit.planner.estimate import estimate
+from pipefit.planner.estimate import estimate, of_cut_s
 from pipefit.planner.explain import explain
 from pipefit.planner.methods import problem_of
 from pipefit.planner.simulated import simulated
 from pipefit.planner.space import Config
 from pipefit.schedules import find, program_of
+from pipefit.simulate import simulate
 from pipefit.spec import Device, Layer, Level, Plan, Profile, Topology
 from pipefit.verify import verify
 
@@ -73,6 +75,23 @@ def test_bounds_of_frozen_layers_are_never_above_what_the_simulator_says(schedul
         held = peak(lifetimes(program, rank), cost.held_bytes) + sum(map(cost.frozen_bytes, own))
         assert need == pytest.approx(held + cost.resident_bytes(own), rel=0.25) and need >= held * (1 - 1e-9)
     assert made.frozen in (1, 2) or find(schedule).chunks
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "breadth-first"])
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 9])
+@pytest.mark.parametrize("second_s", [1e-3, 4e-3])
+def test_bounds_of_looped_schedules_count_no_replay_that_frozen_stages_make_unnecessary(schedule, count, second_s):
+    """Without a backward of a rank's first stage in between, one of its second stage may follow its forward at once."""
+    layers = [Layer(name, t, 0.0, 0.0, 1, 0, 1, trained_bytes=0.0) for name, t in (("a", 1e-3), ("b", second_s))]
+    layers += [Layer("c", 3e-3, 3e-3, 3e-3, 1, 1, 1), Layer("d", 5e-4, 5e-4, 5e-4, 1, 1, 1)]
+    problem = problem_of(Profile("few", 1, tuple(layers)), Topology((Level("rack", 2, 1e12),)), count)
+    config = Config(schedule, 1, 2, 1, 2, 1, count, "stage")
+    estimated = estimate(problem, config)
+    made, (timing, _) = plan_of(problem, config, estimated.partition), costs_of(problem, config, estimated.partition)
+    ends = simulate(program_of(made), timing, repeats=16, steps_only=True).step_ends_s
+    update_s = max(float(ends[-1] - ends[7]) / 8, float(ends[-1]) / 16)
+    for bound_s in (quick_s(problem, config), of_cut_s(problem, config), estimated.period_s):
+        assert bound_s <= update_s * (1 + 1e-9)
 
 
 def test_a_large_program_with_frozen_layers_is_extrapolated_as_it_is_simulated():

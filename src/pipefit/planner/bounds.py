@@ -104,7 +104,7 @@ def least_s(problem: Problem, config: Config, partition: Partition, cost: CostMo
     """
     frozen = problem.profile.num_frozen(partition)
     queued = crowded(cost)
-    replays = _replays(config, partition)
+    replays = _replays(config, partition, frozen > 0)
     bounds = [_shared_s(config, cost)]
     if config.shares_gradients:
         bounds += shared_s(config, cost, frozen)
@@ -143,13 +143,13 @@ def _pipelines(config: Config, cost: CostModel) -> list[Indices]:
     return list(by_speed.values())
 
 
-def _replays(config: Config, partition: Partition) -> list[float]:
+def _replays(config: Config, partition: Partition, is_frozen: bool) -> list[float]:
     """The share of each stage's forwards that are replayed."""
     stages = partition.stages
     if not any(stage.is_replayed for stage in stages):
         return [0.0] * len(stages)
     shares = []
-    for share, stage in zip(least_replayed(config), stages, strict=True):
+    for share, stage in zip(least_replayed(config, is_frozen), stages, strict=True):
         shares.append(share * stage.is_replayed)
     return shares
 
@@ -353,7 +353,7 @@ def _again_s(config: Config, total: _Totals) -> float:
     if config.recompute != "stage":
         return 0.0
     # The share of all stages but one, which may replay nothing.
-    share = sorted(least_replayed(config))[:2][-1]
+    share = sorted(least_replayed(config, total.is_frozen))[:2][-1]
     return share * total.replayed_s
 
 

@@ -106,11 +106,12 @@ def busiest_s(problem: Problem, config: Config, recomputed: set[int]) -> float:
     work = _time_spans(problem, by_time, recomputed, slow)
     # Ranks that do not train are a part of the next update meanwhile.
     way = np.zeros(len(problem.profile) + 1)
-    if fills(config) and problem.profile.layers[0].trained_bytes != 0:
+    is_frozen = problem.profile.layers[0].trained_bytes == 0
+    if fills(config) and not is_frozen:
         way = plain[0][0]
     loads: dict[tuple[int, float], Array] = {}
     of_stage = []
-    for own, whole, share in zip(plain, work, least_replayed(config), strict=True):
+    for own, whole, share in zip(plain, work, least_replayed(config, is_frozen), strict=True):
         key = (id(whole), share)
         if key not in loads:
             loads[key] = m * (own + share * (whole - own))

@@ -155,18 +155,22 @@ def collectives_of(config: Config) -> list[tuple[float, float]]:
     return found
 
 
-def least_replayed(config: Config) -> Figures:
+def least_replayed(config: Config, is_frozen: bool = False) -> Figures:
     """Of each stage at least so large a share of its forwards is replayed, if all keep only their input.
 
     No program is needed where the schedule knows its forwards before the first backward: where there is only one, each
-    backward follows its forward; of all of them at most the last one is followed by its backward.
+    backward follows its forward; of all of them at most the last one is followed by its backward. Otherwise other work
+    of the rank comes between the two, which may all be that of a stage that is frozen, where it has several.
     """
     m = config.per_pipeline
     none = (0.0,) * config.num_stages
     if m == 1 or config.num_stages == 1:
         return none
     known = ahead_of(config)
+    follows = is_frozen and config.chunks > 1
     if not known:
+        if follows:
+            return none
         try:
             return replayed(config)
         except ScheduleError:
@@ -174,7 +178,7 @@ def least_replayed(config: Config) -> Figures:
     # Ranks hold stages p apart.
     counts = [count for each in zip(*known, strict=True) for count in each]
     shares = {1: 0.0, m: 1 - 1 / m}
-    return tuple(shares.get(count, 1.0) for count in counts)
+    return tuple(shares.get(count, float(not follows)) for count in counts)
 
 
 def ahead_of(config: Config) -> Groups:
