@@ -39,10 +39,8 @@ def explain(
     lines = [title, "", *table(_stages(plan, profile, topology), width)]
     prediction = plan.prediction
     if prediction is not None:
-        lines += [
-            "",
-            f"predicted: {format_seconds(prediction.period_s)} per update, {prediction.throughput:.4g} samples/s",
-        ]
+        rate = f"{prediction.throughput:.4g} samples/s"
+        lines += ["", f"predicted: {format_seconds(prediction.period_s)} per update, {rate}"]
         if prediction.minibatch_s != prediction.period_s:
             lines[-1] += f", {format_seconds(prediction.minibatch_s)} per mini-batch"
         lines[-1] += _over_data_parallel(plan) + _less_shared(plan)
@@ -98,7 +96,10 @@ def compared_lines(candidates: Sequence[Candidate], width: int, every: bool) -> 
     head = ["plan", "samples/s", "slower", "idle", "sent/sample", "memory"]
     lines = used_columns(head, map(_row, shown), width)
     signs = {each.basis for each in shown}
-    notes = [f"{sign} {basis}" for basis, sign in _SIGNS.items() if basis in signs]
+    notes = []
+    for basis, sign in _SIGNS.items():
+        if basis in signs:
+            notes.append(f"{sign} {basis}")
     notes.append("slower: share of the winner's throughput that is lost")
     if any(each.idle is not None for each in shown):
         notes.append("idle: share of the devices' time without work")
@@ -115,7 +116,10 @@ def compared_lines(candidates: Sequence[Candidate], width: int, every: bool) -> 
 
 def used_columns(head: list[str], rows: Iterable[list[str]], width: int) -> list[str]:
     """A table without its empty columns."""
-    used = [column for column in zip(head, *rows, strict=True) if any(column[1:])]
+    used = []
+    for column in zip(head, *rows, strict=True):
+        if any(column[1:]):
+            used.append(column)
     return table(list(zip(*used, strict=True)), width)
 
 
@@ -157,10 +161,10 @@ def run_command(plan: Plan, topology: Topology, path: str) -> str:
     model = "MODEL"
     if plan.model.startswith("gpt:"):
         gpt = transformer_of(plan.model)
-        model = (
-            f"gpt --option layers={gpt.layers},hidden={gpt.hidden},heads={gpt.heads},vocab={gpt.vocab},"
-            f"context={gpt.sequence}"
-        )
+        sizes = {"layers": gpt.layers, "hidden": gpt.hidden, "heads": gpt.heads, "vocab": gpt.vocab}
+        sizes["context"] = gpt.sequence
+        words = [f"{name}={size}" for name, size in sizes.items()]
+        model = "gpt --option " + ",".join(words)
     batch = ""
     if plan.microbatch_size:
         batch = f" --batch {plan.num_microbatches * plan.microbatch_size}"

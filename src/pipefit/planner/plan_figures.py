@@ -37,20 +37,13 @@ def _config_of(plan: Plan) -> Config:
     """The order of a plan's program, as the planner counts it."""
     stages = plan.partition.stages
     chunks = plan.num_chunks
+    depth = len(stages) // chunks
+    size = plan.microbatch_size
+    count = plan.num_microbatches
     replicas = tuple(stage.replicas for stage in stages)
     if max(replicas) == 1:
         replicas = ()
-    return Config(
-        plan.schedule,
-        plan.data,
-        len(stages) // chunks,
-        1,
-        chunks,
-        plan.microbatch_size,
-        plan.num_microbatches,
-        shard=plan.shard,
-        replicas=replicas,
-    )
+    return Config(plan.schedule, plan.data, depth, 1, chunks, size, count, shard=plan.shard, replicas=replicas)
 
 
 def at_size_of(plan: Plan, profile: Profile) -> Profile:

@@ -167,7 +167,9 @@ class Sweep:
                 rate = cell.figures["flops_per_device"] / 1e12
             series.setdefault(line, []).append((cell.values[first], rate))
         places = [cell.values[first] for cell in fitting]
-        wide = not isinstance(places[0], str) and max(places) >= 8 * min(places)
+        wide = False
+        if not isinstance(places[0], str):
+            wide = max(places) >= 8 * min(places)
         labels = {"tensor": "tensor width", "batch": "samples per update", "bandwidth": "bandwidth, outermost level"}
         label = "samples/s"
         if is_gpt:

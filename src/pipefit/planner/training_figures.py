@@ -50,13 +50,14 @@ class _Work:
             blocks = [kernel for layer in counted.at(1)[1:-1] for kernel in layer.forward]
             again = sum(kernel.model_flops for kernel in blocks)
             cores = sum(kernel.model_flops for kernel in blocks if kernel.kind == "attention")
+            share = cores / again
             return cls(
                 counted.num_parameters,
                 counted.num_active,
                 counted.sequence,
                 counted.flops,
                 again,
-                cores / again,
+                share,
                 counted.element_bytes,
             )
         if not is_transformer(plan.model):
@@ -65,8 +66,8 @@ class _Work:
         flops = flops_per_iteration(gpt, 1)
         again = flops_per_iteration(gpt, 1, recompute=True) - flops
         scores = 2 * gpt.hidden * gpt.sequence
-        share = scores / (gpt.matrices + scores)
         parameters = num_parameters(gpt)
+        share = scores / (gpt.matrices + scores)
         return cls(parameters, parameters, gpt.sequence, flops, again, share, gpt.bytes)
 
 

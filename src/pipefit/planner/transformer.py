@@ -218,9 +218,12 @@ def flops_per_iteration(model: Transformer, batch: int, recompute: bool = False)
 
     Attention counts whole, as in the paper, also where the half above the diagonal is not computed.
     """
+    times = 3
+    if recompute:
+        times = 4
     tokens = batch * model.sequence
     scores = 2 * model.hidden * model.sequence
-    blocks = 2 * (3 + recompute) * tokens * model.layers * (model.matrices + scores)
+    blocks = 2 * times * tokens * model.layers * (model.matrices + scores)
     head = 6 * tokens * model.hidden * model.vocab
     return blocks + head
 
