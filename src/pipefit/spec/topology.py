@@ -198,8 +198,11 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def for_elements(self, element_bytes: int) -> Topology:
         """The topology whose devices have the `flops` of products of numbers of so many bytes."""
-        devices = tuple(device.for_elements(element_bytes) for device in self.devices)
-        return replace(self, device=self.device.for_elements(element_bytes), devices=devices)
+        device = self.device.for_elements(element_bytes)
+        devices = tuple(own.for_elements(element_bytes) for own in self.devices)
+        if (device, devices) == (self.device, self.devices):
+            return self
+        return replace(self, device=device, devices=devices)
 
     def device_of(self, rank: int) -> Device:
         """The device of a rank."""
