@@ -208,7 +208,7 @@ def main(repeats: int = 3, large: bool = False) -> None:
         large: also the GPT of 135 M parameters on four ranks, which needs 8 GB.
     """
     print("from a death to the end of the next step, median (least)")
-    tasks = [(f"{ranks} ranks, {copies} copies", ranks, Task(64, copies, 30, 20)) for ranks, copies in _LAYOUTS]
+    tasks = [(f"{ranks} ranks, copies: {copies}", ranks, Task(64, copies, 30, 20)) for ranks, copies in _LAYOUTS]
     if large:
         tasks.append(("GPT of 135 M, 4 ranks, 2 copies", 4, Task(0, 2, 5, 3)))
     for what, ranks, task in tasks:
