@@ -26,7 +26,7 @@ PURE := $(wildcard $(foreach part,errors.py units.py spec ir passes schedules ve
 	planner synthesize draw,src/pipefit/$(part)))
 
 .NOTPARALLEL:
-.PHONY: help venv demo test fast long whole gpu gpu-sham faults zoo check format lint types imports doctest docs golden bench clean
+.PHONY: help venv demo test fast long gpu gpu-sham faults zoo check format lint types imports doctest docs golden bench clean
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -52,10 +52,6 @@ fast: .venv/stamp ## the tests that take less than a minute: no further processe
 long: .venv/stamp ## the tests that take more than ten seconds each: benchmarks, several machines, compilers, whole examples
 	@$(PYTEST) $(BY_FILE) -m "long and not faults"
 
-# In one run they are collected once, and those that wait leave their core to others.
-whole: .venv/stamp ## the tests of `make test` and `make long` in one run
-	@$(PYTEST) $(BY_FILE) -n 4 -m "not faults"
-
 gpu: .venv/stamp ## the tests that need a CUDA device
 	@$(PYTEST) -rs -m gpu tests/gpu
 
@@ -76,7 +72,10 @@ zoo: .venv-zoo/stamp ## models of libraries and hand-written tricks against plai
 .venv-zoo/stamp: pyproject.toml tests/zoo/constraints.txt scripts/make-zoo-venv
 	@PYTHON="$(PYTHON)" scripts/make-zoo-venv
 
-check: lint types imports doctest docs whole gpu-sham ## everything a change must pass
+# Here `make test` runs those of `make long` too: in one run all are collected once, and those that wait leave their
+# core to others.
+check: TEST := not faults
+check: lint types imports doctest docs test gpu-sham ## everything a change must pass
 
 format: .venv/stamp ## rewrite the code in the house's form
 	@$(PY) -m ruff format .

@@ -332,12 +332,14 @@ def test_escape_sequences_of_a_file_do_not_reach_the_terminal(tmp_path, capsys, 
         (["draw", "none", "-p", "2", "-m", "2"], "picture.svg"),
         (["profile", "--model", "none"], "profile.json"),
         (["compare", "--model", "none"], "folder"),
+        (["site", "--only", "none"], "pages"),
+        (["study", "none.toml"], "study"),
     ],
 )
 def test_a_result_that_could_not_be_written_is_refused_before_anything_is_done(
     words, name, tmp_path, capsys, monkeypatch
 ):
-    """What was done would be lost. Each of these has another mistake, which is found when it begins."""
+    """Otherwise its work is lost. Each command has another mistake, too, which it reports when its work begins."""
     file = tmp_path / "file"
     file.touch()
     assert f"{file} is a file; expected a folder" in refused(capsys, *words, "-o", str(file / "below" / name))

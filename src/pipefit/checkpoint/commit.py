@@ -245,7 +245,13 @@ def _values(
 ) -> Iterator[Tensor]:
     """The saved tensors of a rank's own stages; of the others it sends its parts when their turn comes.
 
-    A weight of several stages under one name comes once. So does no state that a spilled stage gets as it is fetched.
+    Args:
+        pipeline: whose state is saved.
+        worker: the rank.
+        stages: those that the rank saves.
+        sharing: among the copies of a stage.
+        left: names of the tensors that have not come yet. A weight that several stages have under one name comes once;
+            states that a spilled stage has only since it was fetched for this are not saved.
     """
     for stage in worker.stages:
         if stage in stages:

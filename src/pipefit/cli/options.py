@@ -170,7 +170,8 @@ Json = Annotated[bool, Parameter(help="One JSON object on stdout, and nothing el
 Picture = Annotated[Path | None, ending(*PICTURES, alias="-o")]
 Simulated = Annotated[Path | None, ending(*PICTURES, ".pickle", alias="-o")]
 TomlFile = Annotated[Path | None, ending(".toml", alias="-o")]
-Folder = Annotated[Path | None, Parameter(converter=_folder, alias="-o")]
+FOLDER = Parameter(converter=_folder, alias="-o")
+Folder = Annotated[Path | None, FOLDER]
 Ranks = Annotated[int, Parameter(converter=_several, alias="-n")]
 Machine = Annotated[str, Parameter(alias="--machine")]
 

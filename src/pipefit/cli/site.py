@@ -6,17 +6,15 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
-
 from pipefit.cli.answer import Answer
 from pipefit.cli.heartbeat import Heartbeat
-from pipefit.cli.options import Json
+from pipefit.cli.options import FOLDER, Json
 from pipefit.errors import look_up
 
 
 def command(
     *,
-    output: Annotated[Path, Parameter(alias="-o")],
+    output: Annotated[Path, FOLDER],
     only: list[str] | None = None,
     profile: list[str] | None = None,
     json: Json = False,

@@ -17,7 +17,7 @@ from cyclopts import Parameter
 from pipefit.cli.answer import Answer, code_of
 from pipefit.cli.heartbeat import NEXT_S
 from pipefit.cli.models import importable
-from pipefit.cli.options import Count, Json, help_of
+from pipefit.cli.options import Count, Folder, Json, help_of
 from pipefit.study.results import loss_text
 from pipefit.study.trial import StudySpec
 from pipefit.units import format_seconds
@@ -37,7 +37,7 @@ def command(
     *,
     workers: Annotated[Count | None, help_of(StudySpec, "workers")] = None,
     policy: Annotated[str | None, help_of(StudySpec, "policy")] = None,
-    output: Annotated[Path | None, Parameter(alias="-o"), help_of(StudySpec, "output")] = None,
+    output: Annotated[Folder, help_of(StudySpec, "output")] = None,
     resume: bool = False,
     json: Json = False,
 ) -> Answer:
