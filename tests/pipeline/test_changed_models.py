@@ -295,3 +295,26 @@ def test_weights_that_the_model_does_not_have_or_that_contradict_each_other_are_
         with pytest.raises(ModelError, match=f"{last} and .*weight are one weight in this model"):
             pipe.load_state_dict(state | {last: 2 * state[last]})
         assert all(torch.equal(value, state[name]) for name, value in pipe.state_dict().items())
+
+
+def without_one(state):
+    del state["4.bias"]
+
+
+def of_another_shape(state):
+    state["4.weight"] = state["4.weight"][:-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(without_one, "the state has no 4.bias"), (of_another_shape, r"4.weight: .* is \[6, 6\], the state's \[5, 6\]")],
+)
+@pytest.mark.parametrize("options", [{}, {"spill": Spilled()}])
+def test_a_state_that_does_not_fit_changes_nothing(change, message, options):
+    pipe = piped(network(), **options)
+    before = pipe.state_dict()
+    state = {name: 2 * value for name, value in before.items()}
+    change(state)
+    with pytest.raises(ModelError, match=message):
+        pipe.load_state_dict(state)
+    assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipefit.checkpoint.commit import explaining, make_folder
 from pipefit.checkpoint.sharded import Sharing
@@ -42,12 +43,18 @@ def load_whole(pipeline: Trained, state: Mapping[str, Tensor]) -> None:
     Raises:
         ModelError: a name is missing, unknown or has another shape, or names of one weight have different values.
     """
-    known = tensors_of(pipeline.layers)
+    forms = _forms(pipeline)
     prefixes = tuple(layer.dotted for layer in pipeline.layers if layer.dotted)
     for name in state:
         # A module may read further names, such as older ones.
-        if name not in known and not name.startswith(prefixes):
+        if name not in forms and not name.startswith(prefixes):
             raise ModelError(f"the model has no weight or buffer named {name}")
+    for name in tensors_of(layer for layer in pipeline.layers if _reads_as_torch(layer.module)):
+        shape = forms[name].shape
+        if name in state and state[name].shape != shape:
+            raise ModelError(f"{name}: the model's shape is {list(shape)}, the state's {list(state[name].shape)}")
+        if name not in state and not name.endswith("num_batches_tracked"):
+            raise ModelError(f"the state has no {name}, which the model has; nothing was loaded")
     for name, tie in pipeline.workers[0].ties.items():
         if name in state and tie.owner in state and not torch.equal(state[name], state[tie.owner]):
             raise ModelError(f"{name} and {tie.owner} are one weight in this model, but have different values here")
@@ -56,6 +63,15 @@ def load_whole(pipeline: Trained, state: Mapping[str, Tensor]) -> None:
         for index, stage in worker.stages.items():
             with worker.presence(index, change=True), worker.stores[index].overwritten():
                 stage.load_state_dict(own)
+
+
+def _reads_as_torch(module: nn.Module) -> bool:
+    """Returns whether a layer reads a state under its own names and in its own shapes."""
+    for inner in module.modules():
+        has_own = type(inner)._load_from_state_dict is not nn.Module._load_from_state_dict
+        if inner._load_state_dict_pre_hooks or (has_own and not isinstance(inner, _BatchNorm)):
+            return False
+    return True
 
 
 def export(pipeline: Trained, path: str | Path) -> Path:
