@@ -3,6 +3,7 @@
 import os
 import signal
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,11 @@ def facts_of_two(place: str) -> dict[str, Any]:
     other = pipeline(model(), tensor=2)
     other.load_state_dict(found["state"])
     found["loaded state"] = other.state_dict()
+    rows = found["state"]["block0.up.weight"]
+    longer = found["state"] | {"block0.up.weight": torch.cat([rows, rows[:1]])}
+    found["longer"] = refusal(lambda: other.load_state_dict(longer))
     other.close()
+    found["closed"] = refusal(lambda: other.step(*batch(4, 1)))
     found["class after close"] = type(other.layers[1].module).__name__
     wide = pipeline(model(), tensor=2, loss=smooth)
     found["smoothed loss"] = wide.step(*batch(4, 0))
@@ -121,6 +126,15 @@ def facts_of_two(place: str) -> dict[str, Any]:
     found["planned"] = planned.tensor, planned.pieces, pipeline(model(), plan=planned).step(*batch(4, 0))
     found["oracle"] = differences_from_dtensor()
     return found
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """The message of a call that is refused."""
+    try:
+        call()
+    except PipefitError as problem:
+        return str(problem)
+    return ""
 
 
 def pipeline(layers: nn.Sequential, **options: Any) -> Pipeline:

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 
 import pipefit as pf
-from pipefit.errors import ModelError
+from pipefit.checkpoint import export
+from pipefit.errors import ModelError, PipefitError
 from pipefit.spec.options import Spilled
 
 
@@ -318,3 +319,28 @@ def test_a_state_that_does_not_fit_changes_nothing(change, message, options):
     with pytest.raises(ModelError, match=message):
         pipe.load_state_dict(state)
     assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "options", [{"spill": Spilled()}, {"parallelism": pf.Parallelism(replicas=2, shard="weights")}]
+)
+def test_a_closed_pipeline_without_its_weights_is_refused(options, tmp_path):
+    pipe = piped(network(), **options)
+    batch = batches(1)[0]
+    pipe.step(*batch)
+    saved = pipe.save(tmp_path)
+    state = pipe.state_dict()
+    pipe.close()
+    pipe.close()
+    uses = {
+        "step": lambda: pipe.step(*batch),
+        "evaluate": lambda: pipe.evaluate([batch]),
+        "state_dict": pipe.state_dict,
+        "load_state_dict": lambda: pipe.load_state_dict(state),
+        "save": lambda: pipe.save(tmp_path),
+        "load": lambda: pipe.load(saved),
+        "export": lambda: export(pipe, tmp_path / "model.safetensors"),
+    }
+    for use in uses.values():
+        with pytest.raises(PipefitError, match="the Pipeline was closed"):
+            use()

@@ -90,6 +90,7 @@ def take(
     Raises:
         ModelError: they are of another model or optimizer; nothing was changed.
     """
+    pipeline.engine.check_open()
     session = pipeline.session
     takers = []
 

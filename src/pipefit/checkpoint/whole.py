@@ -43,6 +43,7 @@ def load_whole(pipeline: Trained, state: Mapping[str, Tensor]) -> None:
     Raises:
         ModelError: a name is missing, unknown or has another shape, or names of one weight have different values.
     """
+    pipeline.engine.check_open()
     forms = _forms(pipeline)
     prefixes = tuple(layer.dotted for layer in pipeline.layers if layer.dotted)
     for name in state:

@@ -482,8 +482,11 @@ class Pipeline:
         """Gives the model back: all its weights in every process that had them, and its own classes.
 
         Every rank of a run must call it. A spilled model, one from the meta device and one that is split by tensor
-        parallelism stay in parts. Worker processes of a loader end.
+        parallelism stay in parts. These, and one whose replicas shared weights, cannot be used through the pipeline
+        afterwards. Worker processes of a loader end.
         """
+        if self.engine.is_closed:
+            return
         self._position.resume(None)
         # A unit may be repeated, so it changes nothing.
         state = self.session.unit(lambda: whole_state(self) if self._is_lent_whole else {})
@@ -492,3 +495,5 @@ class Pipeline:
             give_back(self.layers, state)
             self._is_lent_whole = False
         release_run(self.engine)
+        header = self.program.header
+        self.engine.is_closed = header.tensor > 1 or header.spill is not None or header.shard == "weights"

@@ -48,12 +48,14 @@ class Engine:
         mesh: the processes that share this process's rank.
         metric_names: of the metrics that the loss returns, the same on every rank; None: not known yet.
         is_lost: whether a step has failed after some of its updates.
+        is_closed: whether the weights were given back in parts, or their tiers are closed.
     """
 
     def __init__(self, workers: Sequence[Worker], num_stages: int, session: Session, device: torch.device) -> None:
         self.session = session
         self.device = device
         self.metric_names: tuple[str, ...] | None = None
+        self.is_closed = False
         self._between: DistributedTransport | None = None
         self._moments = Moments(device) if is_accelerator(device) else None
         self.take(workers, num_stages, session)
@@ -104,6 +106,18 @@ class Engine:
         sent = sum(transport.bytes_sent for transport in self.transports)
         return float(sent), inside
 
+    def check_open(self) -> None:
+        """Checks that the weights can be used.
+
+        Raises:
+            PipefitError: they cannot, after the pipeline was closed.
+        """
+        if self.is_closed:
+            raise PipefitError(
+                "the Pipeline was closed, and its model (spilled, or shared by tensor parallelism or by replicas) "
+                "cannot be used through it any more: make another one, and load a checkpoint"
+            )
+
     def check(self, x: Any) -> None:
         """Checks an input before its pass; see `Mesh.check`."""
         if self.mesh.region is not None:
@@ -131,8 +145,10 @@ class Engine:
 
         Raises:
             InvalidProgramError: the ranks of this process wait for each other forever (a verified program never does).
-            PipefitError: a step has failed before, after some of its updates or with spilled stages.
+            PipefitError: a step has failed before, after some of its updates or with spilled stages; or the pipeline
+                was closed.
         """
+        self.check_open()
         if self.is_lost:
             raise PipefitError(
                 "a step failed after some of its updates, or with gradients of spilled stages on the way: make the "
