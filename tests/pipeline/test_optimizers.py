@@ -324,3 +324,19 @@ def test_an_optimizer_of_other_weights_than_it_was_given_is_refused(make):
     model = network()
     with pytest.raises(PipefitError, match=r"steps a weight of shape \[8, .\] that it was not given"):
         pf.Pipeline(model, loss=nn.functional.mse_loss, optimizer=make(model), stages=2)
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
+def test_a_weight_that_an_optimizer_is_given_later_is_not_saved(shard, tmp_path):
+    pipe = pf.Pipeline(
+        network(),
+        loss=nn.functional.mse_loss,
+        optimizer=torch.optim.AdamW,
+        stages=2,
+        parallelism=pf.Parallelism(replicas=2, shard=shard),
+    )
+    optimizer = pipe.workers[0].optimizers[0]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.float64))]})
+    pipe.step(*batches(1)[0])
+    with pytest.raises(PipefitError, match=r"was given another weight, of shape \[3\], by add_param_group"):
+        pipe.save(tmp_path)

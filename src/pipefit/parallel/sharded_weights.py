@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from pipefit.errors import PlanError
 from pipefit.parallel.buckets import Bucket, GradientBuckets, layout
-from pipefit.parallel.weights import Piece, WeightStore, places_of
+from pipefit.parallel.weights import Piece, WeightStore, check_stepped, places_of
 
 ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Optimizers that treat every number separately, so that a part of a weight can be stepped."""
@@ -148,6 +148,7 @@ class ShardedStore(WeightStore):
 
     def groups(self, optimizer: Optimizer) -> list[list[int]]:
         """The places of the masters of each group of the optimizer, which steps their pieces."""
+        check_stepped(optimizer, [*self.masters, *(piece.master for piece in self.pieces)])
         return self._groups
 
     def make_buckets(self, untied: Sequence[nn.Parameter]) -> GradientBuckets:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -236,6 +237,26 @@ class WeightStore(Store):
 
 
 def places_of(masters: Sequence[nn.Parameter], optimizer: Optimizer) -> list[list[int]]:
-    """The places, among some masters, of the parameters of each group of an optimizer."""
+    """The places, among some masters, of the parameters of each group of an optimizer.
+
+    Raises:
+        ModelError: it steps another parameter, too.
+    """
+    check_stepped(optimizer, masters)
     place = {id(master): index for index, master in enumerate(masters)}
     return [[place[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def check_stepped(optimizer: Optimizer, known: Iterable[nn.Parameter]) -> None:
+    """Checks that an optimizer steps only some parameters.
+
+    Raises:
+        ModelError: it steps another one, too.
+    """
+    ids = set(map(id, known))
+    for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        if id(parameter) not in ids:
+            raise ModelError(
+                f"a stage's optimizer was given another weight, of shape {list(parameter.shape)}, by add_param_group: "
+                "it can be neither saved nor moved; let a layer of the model hold it, and make another Pipeline"
+            )
