@@ -287,6 +287,12 @@ def test_the_average_is_that_of_one_process_and_the_training_does_not_notice_it(
         assert all(torch.equal(found[3][name], value) for name, value in weights.items())
 
 
+def test_a_process_that_trains_nothing_averages_nothing():
+    model = network().requires_grad_(False)
+    pipe = pf.Pipeline(model, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD, stages=2)
+    assert len(pipe.fit(batches(2), callbacks=[pf.EMA(pipe)])) == 2
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pipefit.errors import DataError
-from pipefit.runtime.microbatches import cut
+from pipefit.runtime.microbatches import cut, feed_of
 
 X = torch.arange(8.0).view(4, 2)
 
@@ -22,3 +22,19 @@ def test_other_plain_values_are_in_every_micro_batch(values):
     parts = cut({"x": X, "values": values}, 2)
     assert [part["values"] for part in parts] == [values, values]
     assert torch.equal(torch.cat([part["x"] for part in parts]), X)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused(layout):
+    nested = torch.nested.nested_tensor([torch.ones(2, 6), torch.ones(3, 6)], layout=layout)
+    for batch in ((nested, X), (X, {"y": nested})):
+        with pytest.raises(DataError, match=r"a batch has a nested tensor, .* pad it"):
+            feed_of(batch, 1, 0, "train")
+
+
+def test_a_sparse_tensor_is_only_in_one_micro_batch():
+    sparse = X.to_sparse()
+    assert cut(sparse, 1) == [sparse]
+    with pytest.raises(DataError, match=r"got a tensor of layout torch.sparse_coo; .* microbatches=1"):
+        cut(sparse, 2)

@@ -96,6 +96,11 @@ def _described(leaves: Sequence[Any]) -> str:
 
 def _described_leaf(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
+        if leaf.is_nested:
+            raise DataError(
+                "a batch has a nested tensor, which can be neither split into micro-batches nor sent: pad it "
+                "(torch.nested.to_padded_tensor), and give the model a mask"
+            )
         return f"{name_of(leaf.dtype)}{list(leaf.shape)}"
     return repr(leaf)
 

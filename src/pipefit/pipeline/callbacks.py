@@ -381,7 +381,8 @@ class EMA:
         """Adds the new weights to the average."""
         pairs = self._pairs()
         weights = [copies[0].detach() for copies, _ in pairs]
-        self._average([average for _, average in pairs], weights, None)
+        if pairs:  # a process may train nothing
+            self._average([average for _, average in pairs], weights, None)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -59,12 +60,12 @@ def cut(batch: Any, num_microbatches: int, what: str = "the batch") -> list[Any]
     leaves, structure = pytree.tree_flatten(batch)
     split = [leaf for leaf in leaves if not is_plain(leaf)]
     sizes: set[int] = set()
-    if all(isinstance(leaf, Tensor) and leaf.dim() for leaf in split):
+    if all(isinstance(leaf, Tensor) and leaf.dim() and leaf.layout == torch.strided for leaf in split):
         sizes.update(leaf.shape[0] for leaf in split)
     if num_microbatches == 1 and len(sizes) != 1:
         return [batch]
     if not sizes:
-        kinds = sorted({type(leaf).__name__ for leaf in split or leaves})
+        kinds = sorted({_kind_of(leaf) for leaf in split or leaves})
         got = ", ".join(kinds) or "nothing"
         raise DataError(f"{what}: expected tensors whose first dimension counts samples, got {got}; {_WHOLE}")
     if len(sizes) > 1:
@@ -90,6 +91,12 @@ def cut(batch: Any, num_microbatches: int, what: str = "the batch") -> list[Any]
         else:
             parts.append(leaf.tensor_split(num_microbatches))
     return [pytree.tree_unflatten(list(pieces), structure) for pieces in zip(*parts, strict=True)]
+
+
+def _kind_of(leaf: Any) -> str:
+    if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
+        return f"a tensor of layout {leaf.layout}"
+    return type(leaf).__name__
 
 
 def largest_part(batch: Any, num_microbatches: int) -> int:
@@ -118,6 +125,7 @@ def feed_of(
     Raises:
         DataError: the batch cannot be split so, or all its micro-batches have weight 0.
     """
+    shapes = Shapes.of(batch[0] if batch[0] is batch[1] else batch, first_ordinal, before)
     inputs = cut(batch[0], num_microbatches)
     targets = cut(batch[1], num_microbatches, "the target")
     if weigh is None:
@@ -126,7 +134,6 @@ def feed_of(
     total = sum(weights)
     if not total > 0:
         raise DataError(f"the micro-batches of a batch have weights {weights}; at least one must be more than 0")
-    shapes = Shapes.of(batch[0] if batch[0] is batch[1] else batch, first_ordinal, before)
     found = []
     signature = ""
     last = None
