@@ -108,6 +108,10 @@ def in_place(model):
         parameter.div_(2)
 
 
+def taken(model):
+    model.load_state_dict({name: value / 2 for name, value in model.state_dict().items()})
+
+
 def frozen(model):
     model[0].requires_grad_(False)
 
@@ -124,6 +128,41 @@ def test_in_one_process_the_model_has_the_weights_of_stages_that_share_some():
 @pytest.mark.parametrize("change", [in_place, frozen])
 def test_changes_in_place_count(change):
     as_in_torch(network, change)
+
+
+@torch.no_grad()
+def clamped(model):
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("change", [by_a_vector, in_place, clamped, taken, frozen])
+@pytest.mark.parametrize(
+    ("make", "replicas", "shard"),
+    [
+        (tied, 1, "none"),
+        (network, 2, "none"),
+        (tied, (2, 1), "none"),
+        (network, 2, "optimizer"),
+        (tied, 2, "gradients"),
+    ],
+)
+def test_in_one_process_copies_follow_changes_of_the_model(change, make, replicas, shard):
+    as_in_torch(make, change, parallelism=pf.Parallelism(replicas=replicas, shard=shard))
+
+
+def test_in_one_process_copies_follow_the_modes_of_the_model():
+    def network():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.Linear(6, 6)).double()
+
+    model = network()
+    pipe = piped(model, parallelism=pf.Parallelism(replicas=2))
+    model[1].eval()
+    x, y = batches(1)[0]
+    expected = nn.functional.mse_loss(network().eval()(x), y).item()
+    assert pipe.step(x, y) == pytest.approx(expected, rel=1e-12)
+    assert pipe.evaluate([(x, y)]) == pytest.approx(nn.functional.mse_loss(model.eval()(x), y).item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("shard", ["gradients", "weights"])

@@ -31,6 +31,7 @@ from pipefit.runtime.malloc import in_use
 from pipefit.runtime.microbatches import Feed, feed_of, pair_of
 from pipefit.runtime.transport import Ending
 from pipefit.runtime.updating import gradient_norm
+from pipefit.runtime.worker import follow_model
 from pipefit.schedules.registry import Schedule
 from pipefit.spec.options import STOP
 from pipefit.stage.accelerator import settle
@@ -278,6 +279,7 @@ class TrainingLoop:
     def start(self, num_steps: int, feed: Feed, sizes: Sequence[tuple[int, int]], began: float, x: Any = None) -> _Pass:
         """Checks an input, and runs a program over the micro-batches of some updates; its losses are being sent."""
         self._given.check_layers()
+        follow_model(self._engine.workers, self._given.work.layers)
         first = self._state.num_updates
         runs = self._run(num_steps, feed, x)
         losses = self._committed

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 from pipefit.parallel.alike import ranks_in_words
 from pipefit.runtime.progress import LEAVE
+from pipefit.runtime.worker import follow_model
 
 ORDER = ": all ranks must call the same methods in the same order, none only `if pipe.rank == 0`"
 """The end of a message about calls that differ."""
@@ -34,12 +35,16 @@ def collective(method: F) -> F:
 
 
 def rolled(method: F) -> F:
-    """Makes a method of a pipeline begin with a roll call under its name, which is one of `CALLS`."""
+    """Makes a method of a pipeline begin with a roll call under its name, which is one of `CALLS`.
+
+    In one process the copies of layers then follow the user's own.
+    """
     name = f"Pipeline.{method.__name__}()"
 
     @functools.wraps(method)
     def called(pipe: Any, *args: Any, **options: Any) -> Any:
         pipe.session.roll_call(name)
+        follow_model(pipe.workers, pipe.layers)
         return method(pipe, *args, **options)
 
     return among_ranks(cast(F, called))

@@ -26,6 +26,7 @@ from pipefit.stage.compiler import compiled_forwards
 from pipefit.stage.optimizing import optimizer_of, scheduler_of
 from pipefit.stage.payload import Structure
 from pipefit.stage.precision import LossScale
+from pipefit.stage.record_layout import is_absent
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import Stage
 from pipefit.stage.ties import shared_parameters
@@ -298,6 +299,27 @@ def layers_of(workers: Iterable[Worker]) -> Iterator[NamedLayer]:
     for worker in workers:
         for stage in worker.stages.values():
             yield from stage.layers
+
+
+@torch.no_grad()
+def follow_model(workers: Iterable[Worker], model: Sequence[NamedLayer]) -> None:
+    """Gives copies of layers in one process the weights and modes of the user's own, who may have changed these.
+
+    Args:
+        workers: of this process, between two programs.
+        model: all of its layers.
+    """
+    for layer in layers_of(workers):
+        given = model[layer.index].module
+        if given is layer.module:
+            continue
+        for own_module, module in zip(layer.module.modules(), given.modules(), strict=False):
+            own_module.training = module.training
+        for own, weight in zip(layer.module.parameters(), given.parameters(), strict=False):
+            own.requires_grad_(weight.requires_grad)
+            is_alike = (own.shape, own.dtype) == (weight.shape, weight.dtype)
+            if own is not weight and is_alike and not is_absent(own) and not torch.equal(own, weight):
+                own.copy_(weight)
 
 
 @contextmanager
