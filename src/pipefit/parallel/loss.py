@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +23,13 @@ def shared_loss(loss: Loss, region: Region) -> Loss:
     three numbers per token are exchanged. For any other loss the output is gathered first.
     """
     ignored = ignored_target(loss)
-    if ignored is not None and not getattr(loss, "label_smoothing", 0.0):
-        return partial(cross_entropy, region=region, ignore_index=ignored)
-    return lambda output, target: loss(region.join(output), target)
+
+    def of_parts(output: Any, target: Any) -> Tensor:
+        if ignored is None or getattr(loss, "label_smoothing", 0.0) or target.is_floating_point():
+            return loss(region.join(output), target)
+        return cross_entropy(output, target, region=region, ignore_index=ignored)
+
+    return of_parts
 
 
 def ignored_target(loss: Loss) -> int | None:
@@ -42,11 +45,14 @@ def ignored_target(loss: Loss) -> int | None:
 def cross_entropy(logits: Tensor, target: Tensor, *, region: Region, ignore_index: int = -100) -> Tensor:
     """Mean cross entropy in nats of logits (…, V/t) and targets (…) int64, the same number on every process.
 
+    Raises:
+        IndexError: a target is no class.
+
     Source: Shoeybi et al. 2019 §3 (the fused, vocabulary-parallel cross entropy).
     """
     flat = target.flatten()
-    losses = _CrossEntropy.apply(logits.flatten(0, -2), flat, region)
     counted = flat != ignore_index
+    losses = _CrossEntropy.apply(logits.flatten(0, -2), flat.where(counted, 0), region)
     return (losses * counted).sum() / counted.sum()
 
 
@@ -57,10 +63,8 @@ class _CrossEntropy(Function):
     def forward(ctx: Any, logits: Tensor, target: Tensor, region: Region) -> Tensor:
         highest = region.sum(logits.amax(1), dist.ReduceOp.MAX, spent=True)
         shifted = logits - highest.unsqueeze(1)
-        size = logits.shape[1]
-        place = target - region.index * size
-        here = (place >= 0) & (place < size)
-        place = place.clamp(0, size - 1).unsqueeze(1)
+        place, here = region.places(target, logits.shape[1])
+        place = place.unsqueeze(1)
         picked = shifted.gather(1, place).squeeze(1) * here
         odds = shifted.exp_()
         both = region.sum(torch.stack([odds.sum(1), picked]), spent=True)
