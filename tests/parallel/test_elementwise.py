@@ -59,3 +59,11 @@ def test_a_users_optimizer_says_that_it_is_one_of_them():
     with pytest.raises(PlanError, match="Own is not known to: use another one, or tensor=1; if yours does, say so"):
         SHARED.check_optimizer(Own(weights))
     SHARED.check_optimizer(Declared(weights))
+
+
+def test_an_optimizer_with_hooks_that_know_whole_weights_is_refused():
+    optimizer = optim.SGD([nn.Parameter(torch.zeros(2))], 0.1)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(PlanError, match="with hooks of its step cannot be sharded"):
+        SHARED.check_optimizer(optimizer)
+    Mesh().check_optimizer(optimizer)

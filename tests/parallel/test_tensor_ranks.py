@@ -79,7 +79,7 @@ def test_the_state_has_whole_weights_under_the_users_names(facts: list[dict[str,
             assert {name: value.shape for name, value in state.items()} == {n: v.shape for n, v in wanted.items()}
         assert all(torch.equal(fact["state"][name], fact["loaded state"][name]) for name in wanted)
         assert torch.equal(fact["state"]["embed.token.weight"], fact["state"]["head.project.weight"])
-        assert "the model's shape is [32, 8], the state's [33, 8]" in fact["longer"]
+        assert "the model has torch.Size([32, 8]), the state torch.Size([33, 8])" in fact["longer"]
         assert "the Pipeline was closed" in fact["closed"]
         assert fact["class after close"] == "Block"
 

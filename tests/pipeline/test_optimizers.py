@@ -338,5 +338,5 @@ def test_a_weight_that_an_optimizer_is_given_later_is_not_saved(shard, tmp_path)
     optimizer = pipe.workers[0].optimizers[0]
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.float64))]})
     pipe.step(*batches(1)[0])
-    with pytest.raises(PipefitError, match=r"was given another weight, of shape \[3\], by add_param_group"):
+    with pytest.raises(PipefitError, match="was given another weight by add_param_group"):
         pipe.save(tmp_path)

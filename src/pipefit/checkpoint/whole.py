@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 
 from pipefit.checkpoint.commit import explaining, make_folder
 from pipefit.checkpoint.sharded import Sharing
@@ -21,6 +21,9 @@ from pipefit.runtime.collectives import agree, attempt, broadcast, exchange
 from pipefit.runtime.progress import SAVING
 from pipefit.spec.files import sync_folder
 from pipefit.stage.training import Tensors
+
+_OF_TORCH = nn.Module._load_from_state_dict, _NormBase._load_from_state_dict
+"""The functions by which modules read a state under the names that they save it."""
 
 
 def whole_state(pipeline: Trained, names: Iterable[str] | None = None) -> Tensors:
@@ -51,11 +54,9 @@ def load_whole(pipeline: Trained, state: Mapping[str, Tensor]) -> None:
         if name not in forms and not name.startswith(prefixes):
             raise ModelError(f"the model has no weight or buffer named {name}")
     for name in tensors_of(layer for layer in pipeline.layers if _reads_as_torch(layer.module)):
-        shape = forms[name].shape
-        if name in state and state[name].shape != shape:
-            raise ModelError(f"{name}: the model's shape is {list(shape)}, the state's {list(state[name].shape)}")
-        if name not in state and not name.endswith("num_batches_tracked"):
-            raise ModelError(f"the state has no {name}, which the model has; nothing was loaded")
+        shape = getattr(state.get(name), "shape", "no value")
+        if shape != forms[name].shape and not name.endswith("num_batches_tracked"):
+            raise ModelError(f"{name}: the model has {forms[name].shape}, the state {shape}; nothing was loaded")
     for name, tie in pipeline.workers[0].ties.items():
         if name in state and tie.owner in state and not torch.equal(state[name], state[tie.owner]):
             raise ModelError(f"{name} and {tie.owner} are one weight in this model, but have different values here")
@@ -69,8 +70,7 @@ def load_whole(pipeline: Trained, state: Mapping[str, Tensor]) -> None:
 def _reads_as_torch(module: nn.Module) -> bool:
     """Returns whether a layer reads a state under its own names and in its own shapes."""
     for inner in module.modules():
-        has_own = type(inner)._load_from_state_dict is not nn.Module._load_from_state_dict
-        if inner._load_state_dict_pre_hooks or (has_own and not isinstance(inner, _BatchNorm)):
+        if inner._load_state_dict_pre_hooks or type(inner)._load_from_state_dict not in _OF_TORCH:
             return False
     return True
 

@@ -59,11 +59,10 @@ class Shapes(NamedTuple):
     @classmethod
     def of(cls, batch: Any, first: int = 0, before: Shapes | None = None) -> Shapes:
         """The shapes of a batch that comes after another."""
-        leaves = pytree.tree_leaves(batch)
-        text = _described(leaves)
+        text = described(batch)
         before = before or NO_BATCH
         checksum = zlib.crc32(text.encode(), before.checksum)
-        return cls(first, text, checksum & _BITS, _values(leaves, before.values))
+        return cls(first, text, checksum & _BITS, _values(pytree.tree_leaves(batch), before.values))
 
     @property
     def line(self) -> Tensor:
@@ -87,11 +86,7 @@ def _values(leaves: Sequence[Any], before: int) -> int:
 
 def described(batch: Any) -> str:
     """Types and shapes of the tensors of a batch, and its plain values: "float32[8, 4], int64[8]"."""
-    return _described(pytree.tree_leaves(batch))
-
-
-def _described(leaves: Sequence[Any]) -> str:
-    return ", ".join(map(_described_leaf, leaves))
+    return ", ".join(map(_described_leaf, pytree.tree_leaves(batch)))
 
 
 def _described_leaf(leaf: Any) -> str:

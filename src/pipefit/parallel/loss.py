@@ -25,7 +25,7 @@ def shared_loss(loss: Loss, region: Region) -> Loss:
     ignored = ignored_target(loss)
 
     def of_parts(output: Any, target: Any) -> Tensor:
-        if ignored is None or getattr(loss, "label_smoothing", 0.0) or target.is_floating_point():
+        if ignored is None or getattr(loss, "label_smoothing", False) or target.is_floating_point():
             return loss(region.join(output), target)
         return cross_entropy(output, target, region=region, ignore_index=ignored)
 

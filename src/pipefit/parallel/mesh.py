@@ -25,6 +25,7 @@ from pipefit.parallel.region import Region
 from pipefit.parallel.tensor_rule import Ruled, ShardSpec, rules_of
 from pipefit.parallel.threads import let_carriers_wait, let_go
 from pipefit.parallel.waiting import collective
+from pipefit.parallel.weights import refuse_hooks
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import Metric, Owned
 
@@ -90,10 +91,13 @@ class Mesh:
         """Refuses an optimizer that would take this process's part of a weight for a whole one.
 
         Raises:
-            PlanError: it is not known to treat every number separately.
+            PlanError: it is not known to treat every number separately, or has hooks.
         """
+        if self.region is None:
+            return
+        refuse_hooks(optimizer)
         kind = type(optimizer)
-        if self.region is None or kind in _ELEMENTWISE or getattr(kind, "elementwise", False):
+        if kind in _ELEMENTWISE or getattr(kind, "elementwise", False):
             return
         raise PlanError(
             f"with tensor parallelism an optimizer must treat every number separately, as SGD and AdamW do, and "

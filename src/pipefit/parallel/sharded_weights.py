@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipefit.errors import PlanError
+from pipefit.errors import ModelError, PlanError
 from pipefit.parallel.buckets import Bucket, GradientBuckets, layout
-from pipefit.parallel.weights import Piece, WeightStore, check_stepped, places_of
+from pipefit.parallel.weights import GIVEN_LATER, Piece, WeightStore, places_of, refuse_hooks
 
 ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Optimizers that treat every number separately, so that a part of a weight can be stepped."""
@@ -129,11 +129,7 @@ class ShardedStore(WeightStore):
                 f"a sharded optimizer must treat every number separately: {known} do, {type(optimizer).__name__} is "
                 'not known to; use one of them, or do not shard the optimizer (shard="none")'
             )
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-            raise PlanError(
-                "an optimizer with hooks of its step cannot be sharded: they know whole weights, and it steps parts of "
-                'them; clip by clip_norm, or do not shard the optimizer (shard="none")'
-            )
+        refuse_hooks(optimizer)
         if optimizer.state:
             raise PlanError("a sharded optimizer must be fresh, but this one keeps states already")
         self._groups = places_of(self.masters, optimizer)
@@ -148,7 +144,8 @@ class ShardedStore(WeightStore):
 
     def groups(self, optimizer: Optimizer) -> list[list[int]]:
         """The places of the masters of each group of the optimizer, which steps their pieces."""
-        check_stepped(optimizer, [*self.masters, *(piece.master for piece in self.pieces)])
+        if len(optimizer.param_groups) > len(self._groups):
+            raise ModelError(GIVEN_LATER)
         return self._groups
 
     def make_buckets(self, untied: Sequence[nn.Parameter]) -> GradientBuckets:

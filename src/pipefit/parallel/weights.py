@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipefit.errors import ModelError
+from pipefit.errors import ModelError, PlanError
 from pipefit.parallel.buckets import GradientBuckets
 from pipefit.stage.half_copies import HalfCopies
+
+GIVEN_LATER = (
+    "a stage's optimizer was given another weight by add_param_group, which can be neither saved nor moved: let a "
+    "layer of the model hold it, and make another Pipeline"
+)
 
 
 @dataclass(frozen=True)
@@ -240,23 +244,23 @@ def places_of(masters: Sequence[nn.Parameter], optimizer: Optimizer) -> list[lis
     """The places, among some masters, of the parameters of each group of an optimizer.
 
     Raises:
-        ModelError: it steps another parameter, too.
+        ModelError: it was given another parameter later.
     """
-    check_stepped(optimizer, masters)
     place = {id(master): index for index, master in enumerate(masters)}
-    return [[place[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    try:
+        return [[place[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    except KeyError:
+        raise ModelError(GIVEN_LATER) from None
 
 
-def check_stepped(optimizer: Optimizer, known: Iterable[nn.Parameter]) -> None:
-    """Checks that an optimizer steps only some parameters.
+def refuse_hooks(optimizer: Optimizer) -> None:
+    """Refuses an optimizer of parts of weights whose hooks would take these for whole ones.
 
     Raises:
-        ModelError: it steps another one, too.
+        PlanError: it has hooks of its step.
     """
-    ids = set(map(id, known))
-    for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-        if id(parameter) not in ids:
-            raise ModelError(
-                f"a stage's optimizer was given another weight, of shape {list(parameter.shape)}, by add_param_group: "
-                "it can be neither saved nor moved; let a layer of the model hold it, and make another Pipeline"
-            )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise PlanError(
+            "an optimizer with hooks of its step cannot be sharded: they know whole weights, and it steps parts of "
+            'them; clip by clip_norm, or do not shard the optimizer (shard="none", tensor=1)'
+        )

@@ -65,9 +65,9 @@ def cut(batch: Any, num_microbatches: int, what: str = "the batch") -> list[Any]
     if num_microbatches == 1 and len(sizes) != 1:
         return [batch]
     if not sizes:
-        kinds = sorted({_kind_of(leaf) for leaf in split or leaves})
+        kinds = sorted({type(leaf).__name__ for leaf in split or leaves})
         got = ", ".join(kinds) or "nothing"
-        raise DataError(f"{what}: expected tensors whose first dimension counts samples, got {got}; {_WHOLE}")
+        raise DataError(f"{what}: expected dense tensors whose first dimension counts samples, got {got}; {_WHOLE}")
     if len(sizes) > 1:
         raise DataError(f"{what}: its tensors have {sorted(sizes)} samples; all need the same number, or {_WHOLE}")
     if (size := sizes.pop()) < num_microbatches:
@@ -91,12 +91,6 @@ def cut(batch: Any, num_microbatches: int, what: str = "the batch") -> list[Any]
         else:
             parts.append(leaf.tensor_split(num_microbatches))
     return [pytree.tree_unflatten(list(pieces), structure) for pieces in zip(*parts, strict=True)]
-
-
-def _kind_of(leaf: Any) -> str:
-    if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
-        return f"a tensor of layout {leaf.layout}"
-    return type(leaf).__name__
 
 
 def largest_part(batch: Any, num_microbatches: int) -> int:
@@ -149,8 +143,6 @@ def feed_of(
 
 def _num_samples(batch: Any) -> int:
     """Samples of the first tensor that has any; 1 where none has."""
-    if isinstance(batch, Tensor) and batch.dim():
-        return batch.shape[0]
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim():
             return leaf.shape[0]

@@ -316,9 +316,8 @@ def follow_model(workers: Iterable[Worker], model: Sequence[NamedLayer]) -> None
         for own_module, module in zip(layer.module.modules(), given.modules(), strict=False):
             own_module.training = module.training
         for own, weight in zip(layer.module.parameters(), given.parameters(), strict=False):
-            own.requires_grad_(weight.requires_grad)
-            is_alike = (own.shape, own.dtype) == (weight.shape, weight.dtype)
-            if own is not weight and is_alike and not is_absent(own) and not torch.equal(own, weight):
+            own.requires_grad = weight.requires_grad
+            if own is not weight and own.shape == weight.shape and not is_absent(own):
                 own.copy_(weight)
 
 
