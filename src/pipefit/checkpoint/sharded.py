@@ -89,7 +89,8 @@ class Sharing:
     """
 
     def __init__(self, pipeline: Trained) -> None:
-        pipeline.engine.check_open()
+        if pipeline.program.header.spill is not None:
+            pipeline.engine.check_open()
         self._pipeline = pipeline
         self._ranks = pipeline.plan.placement.ranks
         self._found: dict[int, _Wholes] = defaultdict(dict)

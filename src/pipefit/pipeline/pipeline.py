@@ -482,7 +482,7 @@ class Pipeline:
         """Gives the model back: all its weights in every process that had them, and its own classes.
 
         Every rank of a run must call it. A spilled model, one from the meta device and one that is split by tensor
-        parallelism stay in parts. These, and one whose replicas shared weights, cannot be used through the pipeline
+        parallelism stay in parts. These, and one whose replicas shared weights, cannot be run by the pipeline
         afterwards. Worker processes of a loader end.
         """
         if self.engine.is_closed:

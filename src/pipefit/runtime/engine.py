@@ -115,7 +115,7 @@ class Engine:
         if self.is_closed:
             raise PipefitError(
                 "the Pipeline was closed, and its model (spilled, or shared by tensor parallelism or by replicas) "
-                "cannot be used through it any more: make another one, and load a checkpoint"
+                "cannot be run by it any more: make another one, and load a checkpoint"
             )
 
     def check(self, x: Any) -> None:
