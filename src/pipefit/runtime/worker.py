@@ -317,7 +317,8 @@ def follow_model(workers: Iterable[Worker], model: Sequence[NamedLayer]) -> None
             own_module.training = module.training
         for own, weight in zip(layer.module.parameters(), given.parameters(), strict=False):
             own.requires_grad = weight.requires_grad
-            if own is not weight and own.shape == weight.shape and not is_absent(own):
+            can_differ = own is not weight and own.shape == weight.shape and not is_absent(own)
+            if can_differ and not torch.equal(own, weight):  # a copy in memory of unchanged weights stays the newest
                 own.copy_(weight)
 
 
