@@ -341,6 +341,10 @@ def without_one(state):
     del state["4.bias"]
 
 
+def with_another(state):
+    state["4.other"] = state["4.bias"]
+
+
 def of_another_shape(state):
     state["4.weight"] = state["4.weight"][:-1]
 
@@ -349,6 +353,7 @@ def of_another_shape(state):
     ("change", "message"),
     [
         (without_one, "4.bias: .*, the state no value"),
+        (with_another, "no weight or buffer named 4.other"),
         (of_another_shape, r"4.weight: .*\[6, 6\]\), the state .*\[5, 6\]"),
     ],
 )

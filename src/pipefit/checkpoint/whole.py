@@ -48,12 +48,13 @@ def load_whole(pipeline: Trained, state: Mapping[str, Tensor]) -> None:
     """
     pipeline.engine.check_open()
     forms = _forms(pipeline)
-    prefixes = tuple(layer.dotted for layer in pipeline.layers if layer.dotted)
+    plain = [layer for layer in pipeline.layers if _reads_as_torch(layer.module)]
+    # Other layers may read further names, such as older ones.
+    prefixes = tuple(layer.dotted for layer in pipeline.layers if layer.dotted and layer not in plain)
     for name in state:
-        # A module may read further names, such as older ones.
         if name not in forms and not name.startswith(prefixes):
             raise ModelError(f"the model has no weight or buffer named {name}")
-    for name in tensors_of(layer for layer in pipeline.layers if _reads_as_torch(layer.module)):
+    for name in tensors_of(plain):
         shape = getattr(state.get(name), "shape", "no value")
         if shape != forms[name].shape and not name.endswith("num_batches_tracked"):
             raise ModelError(f"{name}: the model has {forms[name].shape}, the state {shape}; nothing was loaded")
