@@ -151,6 +151,16 @@ def test_in_one_process_copies_follow_changes_of_the_model(change, make, replica
     as_in_torch(make, change, parallelism=pf.Parallelism(replicas=replicas, shard=shard))
 
 
+def test_in_one_process_copies_keep_a_frozen_weight_that_the_model_has_in_parts():
+    def half_frozen():
+        model = tied()
+        frozen(model)
+        return model
+
+    parallelism = pf.Parallelism(replicas=(2, 1), shard="weights")
+    as_in_torch(half_frozen, nothing, parallelism=parallelism, stages=[3, 3])
+
+
 def test_in_one_process_copies_follow_the_modes_of_the_model():
     def network():
         torch.manual_seed(0)

@@ -317,8 +317,10 @@ def follow_model(workers: Iterable[Worker], model: Sequence[NamedLayer]) -> None
             own_module.training = module.training
         for own, weight in zip(layer.module.parameters(), given.parameters(), strict=False):
             own.requires_grad = weight.requires_grad
-            can_differ = own is not weight and own.shape == weight.shape and not is_absent(own)
-            if can_differ and not torch.equal(own, weight):  # a copy in memory of unchanged weights stays the newest
+            can_differ = own is not weight and own.shape == weight.shape
+            is_there = not is_absent(own) and not is_absent(weight)
+            # A copy in memory of weights that nobody has written to stays the newest.
+            if can_differ and is_there and not torch.equal(own, weight):
                 own.copy_(weight)
 
 
