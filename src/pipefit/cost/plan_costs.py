@@ -93,9 +93,8 @@ def of_plan(
     stages = []
     replays_bytes = []
     for stage in partition.stages:
-        plain = [profile.layers[index] for index in stage.layers]
-        stages.append([layer.replaying(stage.replays) for layer in plain])
-        sizes_bytes = [layer.replay_bytes(stage.replays) for layer in plain]
+        stages.append(profile.layers_of(stage))
+        sizes_bytes = [profile.layers[index].replay_bytes(stage.replays) for index in stage.layers]
         replays_bytes.append(max(sizes_bytes))
 
     def total(figure: Callable[[Layer], float]) -> Figures:

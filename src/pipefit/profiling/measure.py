@@ -18,7 +18,7 @@ from pipefit.errors import DataError, ProfileError
 from pipefit.profiling.clock import Clock, half_interquartile_range, median_of, works_alone
 from pipefit.profiling.optimizer import step_growth, step_seconds
 from pipefit.profiling.passes import Marked, Step, Work
-from pipefit.profiling.survey import Weighed, begun_by, shared_weights, survey
+from pipefit.profiling.survey import Weighed, begun_by, made_bytes, shared_weights, survey
 from pipefit.profiling.tensors import batch_of, describe, graded, num_bytes, parameters_of, placed, take
 from pipefit.profiling.untouched import untouched, with_threads
 from pipefit.spec.profile import Layer, Profile
@@ -102,6 +102,7 @@ def profile_layers(
         payload = placed(take(example_input, size, batch), place, dtype)
         goal = placed(take(target, size, batch), place, dtype)
         found = survey(chain, payload, halves)
+        made = made_bytes(chain, payload)
         step = Step(chain, payload, loss, goal, Clock(place), any(one.has_cores for one in found))
         work = step.work()
         last = found[-1]
@@ -127,6 +128,7 @@ def profile_layers(
         loss_work_bytes=work.further.loss_s,
         step_work_bytes=stepped.whole_bytes,
         shared=shared_weights(layer.module.parameters() for layer in chain),
+        made_bytes=made,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +64,7 @@ def survey(chain: Sequence[NamedLayer], payload: Any, halves: HalfCopies | None 
         before = dict(seen)
         cores = 0
         inputs = graded(tensors_of(payload))
-        input_bytes = num_bytes(tensors_of(sent(payload)))
+        crossing = tensors_of(sent(payload))
 
         def counted(core: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             nonlocal cores
@@ -82,7 +83,9 @@ def survey(chain: Sequence[NamedLayer], payload: Any, halves: HalfCopies | None 
             made = travelling(made, payload, halves.half)
         made = replace(made, copy_bytes=num_bytes(copies))
         if replayed_module(layer, len(chain)) is not None:
-            made = replace(made, input_bytes=input_bytes)
+            present = list(map(storage_key, crossing))
+            again = [storage for storage in saved if storage._cdata not in present]
+            made = replace(made, input_bytes=num_bytes(crossing), again_bytes=bytes_of(again))
         if cores:
             chosen = dict(before)
             with saved_storages(chosen, persistent), AttentionCores():
@@ -91,6 +94,26 @@ def survey(chain: Sequence[NamedLayer], payload: Any, halves: HalfCopies | None 
             made = replace(made, selective_bytes=bytes_of(kept))
         found.append(Weighed(made, bool(inputs), learns, cores > 0))
     return found
+
+
+def made_bytes(chain: Sequence[NamedLayer], batch: Any) -> int:
+    """Bytes of the masks and tables that every stage of a cut model makes for its blocks; 0: of another model."""
+    shell = getattr(chain[0].module, "shell", None)
+    if not hasattr(shell, "pass_by"):
+        return 0
+    found: Storages = {}
+    blocks = count(1)
+
+    def note(arguments: list[Any]) -> None:
+        crossing = shell.crossing[next(blocks)]
+        made = [leaf for place, leaf in enumerate(arguments) if place not in crossing]
+        for tensor in tensors_of(made):
+            found[storage_key(tensor)] = tensor.untyped_storage()
+
+    shell.pass_by(batch, note)
+    for present in (*shell.model.parameters(), *shell.model.buffers(), *tensors_of(batch)):
+        found.pop(storage_key(present), None)
+    return bytes_of(found.values())
 
 
 def weighed(name: str, inputs: list[Tensor], output: Any, saved: Iterable[Any], weights: Sequence[Tensor]) -> Layer:
