@@ -98,7 +98,7 @@ def survey(chain: Sequence[NamedLayer], payload: Any, halves: HalfCopies | None 
 
 def made_bytes(chain: Sequence[NamedLayer], batch: Any) -> int:
     """Bytes of the masks and tables that every stage of a cut model makes for its blocks; 0: of another model."""
-    shell = getattr(chain[0].module, "shell", None)
+    shell: Any = getattr(chain[0].module, "shell", None)
     if not hasattr(shell, "pass_by"):
         return 0
     found: Storages = {}

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from pipefit.errors import ProfileError, check_figures
+from pipefit.errors import PlanError, ProfileError, check_figures
 from pipefit.spec.arguments import check_fields, checked
 from pipefit.spec.counted import Counted, SharedWeights
 from pipefit.spec.files import decode, encode, read_json, write_json
-from pipefit.spec.plan import INSIDE, Partition, StageSpec
+from pipefit.spec.plan import INSIDE, Figures, Partition, StageSpec
 from pipefit.spec.topology import Device
 
 ARITHMETIC = "GPT arithmetic"
@@ -269,14 +270,40 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         >>> Profile("skip", 1, (a, b, c), edges=((0, 1), (1, 2), (0, 2))).cut_bytes
         (10.0, 30.0)
         """
-        last_use = list(range(len(self.layers)))
+        every = Partition.from_counts([1] * len(self))
+        return self.crossing(every, attrgetter("output_bytes"))[:-1]
+
+    def crossing(self, partition: Partition, figure: Callable[[Layer], float]) -> Figures:
+        """For each stage, the bytes that cross the cut after it: every output used beyond it, counted once.
+
+        After the last stage: its outputs that nothing uses, which the loss reads.
+
+        Args:
+            partition: into stages.
+            figure: bytes of a layer's output, or of its gradient.
+
+        Raises:
+            PlanError: a stage needs an output of a later one.
+        """
+        owner = partition.stage_of
+        reach = dict(owner)
+        used = set()
         for tail, head in self.links:
-            last_use[tail] = max(last_use[tail], head)
-        crossing = [0.0] * max(len(self.layers) - 1, 0)
-        for index, layer in enumerate(self.layers):
-            for cut in range(index, last_use[index]):
-                crossing[cut] += layer.output_bytes
-        return tuple(crossing)
+            if owner[head] < owner[tail]:
+                needed = self.layers[tail].name
+                user = self.layers[head].name
+                raise PlanError(f"stage {owner[head]} needs {needed} of the later stage {owner[tail]} for {user}")
+            reach[tail] = max(reach[tail], owner[head])
+            used.add(tail)
+        num_stages = len(partition.stages)
+        sizes = [0.0] * num_stages
+        for layer, stage in owner.items():
+            end = reach[layer]
+            if layer not in used and stage == num_stages - 1:
+                end = num_stages  # the loss reads it
+            for cut in range(stage, end):
+                sizes[cut] += figure(self.layers[layer])
+        return tuple(sizes)
 
     def can_replay(self, recompute: str) -> bool:
         """Returns whether some layer has the figures of a kind of recomputation."""
