@@ -18,7 +18,7 @@ from pipefit.errors import DataError, ProfileError
 from pipefit.profiling.clock import Clock, half_interquartile_range, median_of, works_alone
 from pipefit.profiling.optimizer import step_growth, step_seconds
 from pipefit.profiling.passes import Marked, Step, Work
-from pipefit.profiling.survey import Weighed, begun_by, made_bytes, shared_weights, survey
+from pipefit.profiling.survey import Weighed, made_bytes, shared_weights, survey
 from pipefit.profiling.tensors import batch_of, describe, graded, num_bytes, parameters_of, placed, take
 from pipefit.profiling.untouched import untouched, with_threads
 from pipefit.spec.profile import Layer, Profile
@@ -101,12 +101,10 @@ def profile_layers(
     with with_threads(threads), untouched(chain, place, dtype, loss):
         payload = placed(take(example_input, size, batch), place, dtype)
         goal = placed(take(target, size, batch), place, dtype)
-        found = survey(chain, payload, halves)
+        found = survey(chain, payload, halves, loss, goal)
         made = made_bytes(chain, payload)
         step = Step(chain, payload, loss, goal, Clock(place), any(one.has_cores for one in found))
         work = step.work()
-        last = found[-1]
-        found[-1] = last._replace(layer=begun_by(last.layer, step.seed_bytes()))
         idle = [num_bytes(filter(_is_idle, layer.module.parameters())) for layer in chain]
         alone = place.type == "cpu" and torch.get_num_threads() == 1 and works_alone(step.plain)
         step = replace(step, clock=Clock(place, own=alone))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from pipefit.errors import ModelError
+from pipefit.profiling.passes import seed_bytes
 from pipefit.profiling.tensors import call_layer, graded, num_bytes, tensors_of
 from pipefit.runtime.halves import Saved, input_half
 from pipefit.spec.counted import SharedWeights
@@ -23,6 +24,7 @@ from pipefit.stage.payload import sent
 from pipefit.stage.precision import narrowed
 from pipefit.stage.replay import AttentionCores, replayed_module
 from pipefit.stage.split import NamedLayer, joined
+from pipefit.stage.training import Loss
 
 Storages = dict[int, Any]
 """Storages by their keys."""
@@ -44,12 +46,19 @@ class Weighed(NamedTuple):
     has_cores: bool
 
 
-def survey(chain: Sequence[NamedLayer], payload: Any, halves: HalfCopies | None = None) -> list[Weighed]:
+def survey(
+    chain: Sequence[NamedLayer],
+    payload: Any,
+    halves: HalfCopies | None = None,
+    loss: Loss | None = None,
+    target: Any = None,
+) -> list[Weighed]:
     """Runs the layers once and counts the bytes of each one.
 
     A storage that two layers save (the output of a ReLU is the input of the linear layer after it) counts once, for
     the first of them: the sum over the layers of a stage is the bytes it keeps, without its input. Half copies of
-    weights, which all micro-batches share, are counted on their own.
+    weights, which all micro-batches share, are counted on their own. The last layer's backward begins with the
+    gradients that the loss gives, if there is one.
 
     Raises:
         ModelError: a layer raises; the message names it and the shapes of its input.
@@ -92,6 +101,8 @@ def survey(chain: Sequence[NamedLayer], payload: Any, halves: HalfCopies | None 
                 call_layer(layer.name, layer.module, given)
             kept = [storage for key, storage in chosen.items() if key not in before]
             made = replace(made, selective_bytes=bytes_of(kept))
+        if loss and layer is chain[-1]:
+            made = begun_by(made, seed_bytes(loss, payload, target))
         found.append(Weighed(made, bool(inputs), learns, cores > 0))
     return found
 

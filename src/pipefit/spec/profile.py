@@ -372,21 +372,18 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
             return max(self.optimizer_s - own, 0) + sum(self.layers[index].step_s for index in layers)
         return self.optimizer_s * trained / every
 
-    @cached_property
-    def steps_at_once(self) -> bool:
-        """Returns whether the optimizer works on all of its weights at once, and not on one after the other."""
-        each = [layer.step_work_bytes for layer in self.layers]
-        return 2 * self.step_work_bytes > max(each) + sum(each)
-
     def step_work_of(self, layers: Iterable[int]) -> float:
         """The most by which memory grows in one optimizer step on some of the layers.
+
+        The optimizer works on all of its weights at once, or on one after the other.
 
         >>> a, b = Layer("a", 1, 1, 1, 8, 0, 30, step_work_bytes=4), Layer("b", 1, 1, 1, 8, 0, 10, step_work_bytes=2)
         >>> Profile("m", 1, (a, b), step_work_bytes=4).step_work_of([0, 1])
         4
         """
-        own = [self.layers[index].step_work_bytes for index in layers]
-        if self.steps_at_once:
+        every = [layer.step_work_bytes for layer in self.layers]
+        own = [every[index] for index in layers]
+        if 2 * self.step_work_bytes > max(every) + sum(every):
             return sum(own)
         return max(own)
 
