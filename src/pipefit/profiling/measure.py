@@ -103,7 +103,7 @@ def profile_layers(
         goal = placed(take(target, size, batch), place, dtype)
         found = survey(chain, payload, halves, loss, goal)
         made = made_bytes(chain, payload)
-        step = Step(chain, payload, loss, goal, Clock(place), any(one.has_cores for one in found))
+        step = Step(chain, payload, loss, goal, Clock(place), any(one.layer.selective_bytes for one in found))
         work = step.work()
         idle = [num_bytes(filter(_is_idle, layer.module.parameters())) for layer in chain]
         alone = place.type == "cpu" and torch.get_num_threads() == 1 and works_alone(step.plain)
@@ -242,14 +242,15 @@ def _layer(index: int, found: Weighed, turns: Sequence[_Turn]) -> Layer:
     backward = [turn.marked.backward_s[index] for turn in turns]
     full = median_of(backward)
     inputs = min(median_of([turn.inputs_only.backward_s[index] for turn in turns]), full)
-    if not found.learns:
+    learns = found.layer.wgrad_bytes > 0
+    if not learns:
         inputs = full
     elif not found.gets_gradients:
         inputs = 0.0
     halved = [turn.halved[index] for turn in turns if turn.halved is not None]
     split_s = 0.0 if halved else None
     split_input_s = 0.0
-    if halved and found.learns and found.gets_gradients:
+    if halved and learns and found.gets_gradients:
         first_s, second_s = (median_of(list(half)) for half in zip(*halved, strict=True))
         split_s = max(second_s - (full - inputs), 0.0)
         split_input_s = max(first_s - inputs, 0.0)
@@ -260,7 +261,7 @@ def _layer(index: int, found: Weighed, turns: Sequence[_Turn]) -> Layer:
         backward_weight_s=full - inputs,
         split_s=split_s,
         split_input_s=split_input_s,
-        attention_s=median_of([turn.attended[index] for turn in turns]) if found.has_cores else 0.0,
+        attention_s=median_of([turn.attended[index] for turn in turns]) if found.layer.selective_bytes else 0.0,
         spread_s=half_interquartile_range([a + b for a, b in zip(forward, backward, strict=True)]),
     )
 

@@ -35,15 +35,11 @@ class Weighed(NamedTuple):
 
     Attributes:
         layer: named.
-        has_cores: whether it has a core of attention.
         gets_gradients: whether a trainable layer precedes it, so that its input has a gradient.
-        learns: whether it has a trainable parameter.
     """
 
     layer: Layer
     gets_gradients: bool
-    learns: bool
-    has_cores: bool
 
 
 def survey(
@@ -83,7 +79,6 @@ def survey(
         given = payload
         with saved_storages(seen, persistent), AttentionCores(counted):
             payload = call_layer(layer.name, layer.module, given)
-        learns = any(parameter.requires_grad for parameter in weights)
         copies = halves.of_each(weights)
         persistent.update(map(storage_key, copies))
         saved = [storage for key, storage in seen.items() if key not in before and key not in persistent]
@@ -103,7 +98,7 @@ def survey(
             made = replace(made, selective_bytes=bytes_of(kept))
         if loss and layer is chain[-1]:
             made = begun_by(made, seed_bytes(loss, payload, target))
-        found.append(Weighed(made, bool(inputs), learns, cores > 0))
+        found.append(Weighed(made, bool(inputs)))
     return found
 
 
