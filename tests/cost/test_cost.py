@@ -261,6 +261,14 @@ def test_a_backward_begins_the_sums_of_the_buckets_that_it_fills(idle, last, ear
     assert (found["early sum work"], found["sum work"]) == (early, late)
 
 
+def test_a_stage_widens_the_narrow_gradient_that_comes_for_its_last_layer():
+    """Only the gradients between its own layers once had the size inside the stage."""
+    work = {"forward_work_bytes": 0, "bare_work_bytes": 0, "first_work_bytes": 7, "backward_work_bytes": 5}
+    layers = [Layer(name, 1, 1, 1, 20, 100, 0, inner_bytes=40, **work) for name in "ab"]
+    found = work_of(layers, act=20, grad=20, entering=0)
+    assert (found["backward work"], found["first work"]) == (40 + 5, 40 + 7)
+
+
 def test_ranks_of_a_machine_share_its_tiers_and_step_on_the_host_as_fast_as_it_can():
     host = Tier("host", 1e9, 20, 40, step_bytes_per_s=100)
     machine = msgspec.structs.replace(SERVER, tiers=(host,))

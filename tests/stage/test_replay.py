@@ -7,7 +7,7 @@ import torch
 from tests.pipelines import grouped
 from torch import nn
 
-from pipefit import Pipeline
+from pipefit import Pipeline, cut
 from pipefit.cost import of_plan
 from pipefit.errors import PlanError, ScheduleError
 from pipefit.models.gpt import gpt
@@ -140,3 +140,45 @@ def test_plans_of_before_the_kinds_are_read(tmp_path):
     path.write_text(text.replace('"recompute": "stage"', '"recompute": "blocks"'))
     with pytest.raises(PlanError, match=rf"expected one of {', '.join(RECOMPUTE)}, got 'blocks'"):
         Plan.load(path)
+
+
+class Masked(nn.Module):
+    """A layer with a mask, which no backward needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        return torch.relu(self.linear(x)) + mask
+
+
+class Masking(nn.Module):
+    """A model whose masks alternate."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Masked() for _ in range(4))
+
+    def forward(self, x):
+        masks = [x > bound for bound in (0, 1)]
+        for index, block in enumerate(self.blocks):
+            x = block(x, masks[index % 2])
+        return x.sum(1)
+
+
+def test_layers_that_are_replayed_keep_also_the_masks_that_their_stage_makes_for_them():
+    """Only what crosses a border was once counted."""
+    batch = torch.randn(4, 8)
+    layers = cut(Masking(), example=batch)
+    profile = profile_layers(layers, batch, torch.nn.functional.mse_loss, batch[:, 0], repeats=1, warmup=0)
+    number, mask = 4 * 8 * 4, 4 * 8
+    block = profile.layers[2]
+    # The input that is kept is saved, too, and not made again.
+    assert (block.input_bytes, block.saved_bytes, block.again_bytes) == (number, 2 * number, number)
+    assert profile.made_bytes == 2 * mask and profile.at(8).made_bytes == 4 * mask
+    plan = by_hand(len(layers), num_ranks=2, schedule="1f1b", num_microbatches=4, recompute="layer", stages=[3, 3])
+    own = [
+        sum(profile.layers[index].replaying("layer").saved_bytes for index in group) for group in ((0, 1, 2), (3, 4, 5))
+    ]
+    assert of_plan(profile, plan, Topology.local(2)).saved_bytes == tuple(size + 2 * mask for size in own)

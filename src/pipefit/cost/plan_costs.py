@@ -93,9 +93,8 @@ def of_plan(
     stages = []
     replays_bytes = []
     for stage in partition.stages:
-        plain = [profile.layers[index] for index in stage.layers]
-        stages.append([layer.replaying(stage.replays) for layer in plain])
-        sizes_bytes = [layer.replay_bytes(stage.replays) for layer in plain]
+        stages.append(profile.layers_of(stage))
+        sizes_bytes = [profile.layers[index].replay_bytes(stage.replays) for index in stage.layers]
         replays_bytes.append(max(sizes_bytes))
 
     def total(figure: Callable[[Layer], float]) -> Figures:
@@ -124,7 +123,7 @@ def of_plan(
             gathered.add(index)
     inputs_s = total(lambda layer: layer.backward_input_s)
     weights_s = total(lambda layer: layer.backward_weight_s)
-    grads = _crossing(profile, partition, _grad_bytes)
+    grads = profile.crossing(partition, _grad_bytes)
     first = plan.frozen
     none = (0.0,) * first
     tiers = topology.tiers_among(num_ranks)
@@ -142,7 +141,7 @@ def of_plan(
         step_s=steps_s,
         host_step_s=host_steps_s,
         loss_s=profile.loss_s,
-        act_bytes=_crossing(profile, partition, lambda layer: layer.output_bytes),
+        act_bytes=profile.crossing(partition, lambda layer: layer.output_bytes),
         grad_bytes=grads,
         saved_bytes=total(lambda layer: layer.saved_bytes),
         replay_bytes=tuple(replays_bytes),
@@ -202,32 +201,6 @@ def _grad_bytes(layer: Layer) -> float:
     if layer.grad_bytes is None:
         return layer.output_bytes
     return layer.grad_bytes
-
-
-def _crossing(profile: Profile, partition: Partition, figure: Callable[[Layer], float]) -> Figures:
-    """For each stage, the bytes that cross the cut after it: every output used beyond it, counted once.
-
-    After the last stage: its outputs that nothing uses, which the loss reads.
-    """
-    owner = partition.stage_of
-    reach = dict(owner)
-    used = set()
-    for tail, head in profile.links:
-        if owner[head] < owner[tail]:
-            needed = profile.layers[tail].name
-            user = profile.layers[head].name
-            raise PlanError(f"stage {owner[head]} needs {needed} of the later stage {owner[tail]} for {user}")
-        reach[tail] = max(reach[tail], owner[head])
-        used.add(tail)
-    num_stages = len(partition.stages)
-    sizes = [0.0] * num_stages
-    for layer, stage in owner.items():
-        end = reach[layer]
-        if layer not in used and stage == num_stages - 1:
-            end = num_stages  # the loss reads it
-        for cut in range(stage, end):
-            sizes[cut] += figure(profile.layers[layer])
-    return tuple(sizes)
 
 
 def speeds_of(topology: Topology, tensor: int = 1) -> Figures:

@@ -67,7 +67,8 @@ def work_of(
             output = layer.inner_bytes
         inner = output
         if layer is layers[-1]:
-            inner = 0.0
+            # The gradient that came is there throughout; a narrow one is widened.
+            inner = layer.inner_bytes or 0.0
         further = saved + inner + (layer.backward_work_bytes or 0.0)
         reached.append((further, full))
         backward = max(backward, further)

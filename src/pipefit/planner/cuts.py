@@ -201,6 +201,8 @@ def _needs(problem: Problem, config: Config, recomputed: Collection[int]) -> lis
     entering = cuts[:, None] + 0 * weights
     leaving = cuts[None, :] + 0 * weights
     always = problem.state_of(config) * weights + frozen
+    if config.inside == "layer":
+        saved = saved + profile.made_bytes
     if config.inside != "none":
         replays = [layer.replay_bytes(config.inside) for layer in plain.layers]
         always = always + _largest(replays)

@@ -18,7 +18,7 @@ from pipefit.errors import DataError, ProfileError
 from pipefit.profiling.clock import Clock, half_interquartile_range, median_of, works_alone
 from pipefit.profiling.optimizer import step_growth, step_seconds
 from pipefit.profiling.passes import Marked, Step, Work
-from pipefit.profiling.survey import Weighed, begun_by, shared_weights, survey
+from pipefit.profiling.survey import Weighed, made_bytes, shared_weights, survey
 from pipefit.profiling.tensors import batch_of, describe, graded, num_bytes, parameters_of, placed, take
 from pipefit.profiling.untouched import untouched, with_threads
 from pipefit.spec.profile import Layer, Profile
@@ -101,11 +101,10 @@ def profile_layers(
     with with_threads(threads), untouched(chain, place, dtype, loss):
         payload = placed(take(example_input, size, batch), place, dtype)
         goal = placed(take(target, size, batch), place, dtype)
-        found = survey(chain, payload, halves)
-        step = Step(chain, payload, loss, goal, Clock(place), any(one.has_cores for one in found))
+        found = survey(chain, payload, halves, loss, goal)
+        made = made_bytes(chain, payload)
+        step = Step(chain, payload, loss, goal, Clock(place), any(one.layer.selective_bytes for one in found))
         work = step.work()
-        last = found[-1]
-        found[-1] = last._replace(layer=begun_by(last.layer, step.seed_bytes()))
         idle = [num_bytes(filter(_is_idle, layer.module.parameters())) for layer in chain]
         alone = place.type == "cpu" and torch.get_num_threads() == 1 and works_alone(step.plain)
         step = replace(step, clock=Clock(place, own=alone))
@@ -127,6 +126,7 @@ def profile_layers(
         loss_work_bytes=work.further.loss_s,
         step_work_bytes=stepped.whole_bytes,
         shared=shared_weights(layer.module.parameters() for layer in chain),
+        made_bytes=made,
     )
 
 
@@ -242,14 +242,15 @@ def _layer(index: int, found: Weighed, turns: Sequence[_Turn]) -> Layer:
     backward = [turn.marked.backward_s[index] for turn in turns]
     full = median_of(backward)
     inputs = min(median_of([turn.inputs_only.backward_s[index] for turn in turns]), full)
-    if not found.learns:
+    learns = found.layer.wgrad_bytes > 0
+    if not learns:
         inputs = full
     elif not found.gets_gradients:
         inputs = 0.0
     halved = [turn.halved[index] for turn in turns if turn.halved is not None]
     split_s = 0.0 if halved else None
     split_input_s = 0.0
-    if halved and found.learns and found.gets_gradients:
+    if halved and learns and found.gets_gradients:
         first_s, second_s = (median_of(list(half)) for half in zip(*halved, strict=True))
         split_s = max(second_s - (full - inputs), 0.0)
         split_input_s = max(first_s - inputs, 0.0)
@@ -260,7 +261,7 @@ def _layer(index: int, found: Weighed, turns: Sequence[_Turn]) -> Layer:
         backward_weight_s=full - inputs,
         split_s=split_s,
         split_input_s=split_input_s,
-        attention_s=median_of([turn.attended[index] for turn in turns]) if found.has_cores else 0.0,
+        attention_s=median_of([turn.attended[index] for turn in turns]) if found.layer.selective_bytes else 0.0,
         spread_s=half_interquartile_range([a + b for a, b in zip(forward, backward, strict=True)]),
     )
 

@@ -65,12 +65,22 @@ class Work(NamedTuple):
 def seed_bytes(loss: Loss, output: Any, target: Any) -> float:
     """Bytes of the gradients with which a backward begins: a loss gives none to outputs that it does not use."""
     given = map_tensors(cut_off, output)
-    value, _ = checked_loss(loss(given, target))
+    value = _value(loss, given, target)
     leaves = graded(tensors_of(given))
     if not (leaves and value.requires_grad):
         return 0
     grads = torch.autograd.grad(value, leaves, allow_unused=True)
     return num_bytes(grad for grad in grads if grad is not None)
+
+
+def _value(loss: Loss, output: Any, target: Any) -> Tensor:
+    try:
+        returned = loss(output, target)
+    except Exception as error:
+        given = f"{describe(output)} and target {describe(target)}"
+        raise ModelError(f"the loss raised {type(error).__name__} on {given}: {error}") from error
+    value, _ = checked_loss(returned)
+    return value
 
 
 @dataclass(frozen=True)
@@ -111,15 +121,6 @@ class Step:
             for parameter in parameters_of(self.chain):
                 parameter.grad = None
             return Work(bare, grown.marked(), grown.marked())
-
-    def seed_bytes(self) -> float | None:
-        """Bytes of the gradients with which the backward begins; None: those of the whole output."""
-        if self.loss is None:
-            return None
-        payload = self.payload
-        for layer in self.chain:
-            payload = layer.module(payload)
-        return seed_bytes(self.loss, payload, self.target)
 
     def inputs_only(self) -> Marked:
         """As `marked`, with a backward pass that makes no gradient of a weight."""
@@ -185,12 +186,7 @@ class Step:
         if self.loss is None:
             roots = graded(tensors_of(output))
             return roots, [torch.ones_like(root) for root in roots]
-        try:
-            returned = self.loss(output, self.target)
-        except Exception as error:
-            given = f"{describe(output)} and target {describe(self.target)}"
-            raise ModelError(f"the loss raised {type(error).__name__} on {given}: {error}") from error
-        value, _ = checked_loss(returned)
+        value = _value(self.loss, output, self.target)
         if value.requires_grad:
             return ([value], [None])
         return ([], [])

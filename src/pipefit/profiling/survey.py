@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from pipefit.errors import ModelError
+from pipefit.profiling.passes import seed_bytes
 from pipefit.profiling.tensors import call_layer, graded, num_bytes, tensors_of
 from pipefit.runtime.halves import Saved, input_half
 from pipefit.spec.counted import SharedWeights
@@ -22,6 +24,7 @@ from pipefit.stage.payload import sent
 from pipefit.stage.precision import narrowed
 from pipefit.stage.replay import AttentionCores, replayed_module
 from pipefit.stage.split import NamedLayer, joined
+from pipefit.stage.training import Loss
 
 Storages = dict[int, Any]
 """Storages by their keys."""
@@ -32,23 +35,26 @@ class Weighed(NamedTuple):
 
     Attributes:
         layer: named.
-        has_cores: whether it has a core of attention.
         gets_gradients: whether a trainable layer precedes it, so that its input has a gradient.
-        learns: whether it has a trainable parameter.
     """
 
     layer: Layer
     gets_gradients: bool
-    learns: bool
-    has_cores: bool
 
 
-def survey(chain: Sequence[NamedLayer], payload: Any, halves: HalfCopies | None = None) -> list[Weighed]:
+def survey(
+    chain: Sequence[NamedLayer],
+    payload: Any,
+    halves: HalfCopies | None = None,
+    loss: Loss | None = None,
+    target: Any = None,
+) -> list[Weighed]:
     """Runs the layers once and counts the bytes of each one.
 
     A storage that two layers save (the output of a ReLU is the input of the linear layer after it) counts once, for
     the first of them: the sum over the layers of a stage is the bytes it keeps, without its input. Half copies of
-    weights, which all micro-batches share, are counted on their own.
+    weights, which all micro-batches share, are counted on their own. The last layer's backward begins with the
+    gradients that the loss gives, if there is one.
 
     Raises:
         ModelError: a layer raises; the message names it and the shapes of its input.
@@ -63,7 +69,7 @@ def survey(chain: Sequence[NamedLayer], payload: Any, halves: HalfCopies | None 
         before = dict(seen)
         cores = 0
         inputs = graded(tensors_of(payload))
-        input_bytes = num_bytes(tensors_of(sent(payload)))
+        crossing = tensors_of(sent(payload))
 
         def counted(core: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             nonlocal cores
@@ -73,7 +79,6 @@ def survey(chain: Sequence[NamedLayer], payload: Any, halves: HalfCopies | None 
         given = payload
         with saved_storages(seen, persistent), AttentionCores(counted):
             payload = call_layer(layer.name, layer.module, given)
-        learns = any(parameter.requires_grad for parameter in weights)
         copies = halves.of_each(weights)
         persistent.update(map(storage_key, copies))
         saved = [storage for key, storage in seen.items() if key not in before and key not in persistent]
@@ -82,15 +87,39 @@ def survey(chain: Sequence[NamedLayer], payload: Any, halves: HalfCopies | None 
             made = travelling(made, payload, halves.half)
         made = replace(made, copy_bytes=num_bytes(copies))
         if replayed_module(layer, len(chain)) is not None:
-            made = replace(made, input_bytes=input_bytes)
+            present = list(map(storage_key, crossing))
+            again = [storage for storage in saved if storage._cdata not in present]
+            made = replace(made, input_bytes=num_bytes(crossing), again_bytes=bytes_of(again))
         if cores:
             chosen = dict(before)
             with saved_storages(chosen, persistent), AttentionCores():
                 call_layer(layer.name, layer.module, given)
             kept = [storage for key, storage in chosen.items() if key not in before]
             made = replace(made, selective_bytes=bytes_of(kept))
-        found.append(Weighed(made, bool(inputs), learns, cores > 0))
+        if loss and layer is chain[-1]:
+            made = begun_by(made, seed_bytes(loss, payload, target))
+        found.append(Weighed(made, bool(inputs)))
     return found
+
+
+def made_bytes(chain: Sequence[NamedLayer], batch: Any) -> int:
+    """Bytes of the masks and tables that every stage of a cut model makes for its blocks; 0: of another model."""
+    shell: Any = getattr(chain[0].module, "shell", None)
+    if not hasattr(shell, "pass_by"):
+        return 0
+    found: Storages = {}
+    blocks = count(1)
+
+    def note(arguments: list[Any]) -> None:
+        crossing = shell.crossing[next(blocks)]
+        made = [leaf for place, leaf in enumerate(arguments) if place not in crossing]
+        for tensor in tensors_of(made):
+            found[storage_key(tensor)] = tensor.untyped_storage()
+
+    shell.pass_by(batch, note)
+    for present in (*shell.model.parameters(), *shell.model.buffers(), *tensors_of(batch)):
+        found.pop(storage_key(present), None)
+    return bytes_of(found.values())
 
 
 def weighed(name: str, inputs: list[Tensor], output: Any, saved: Iterable[Any], weights: Sequence[Tensor]) -> Layer:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from pipefit.errors import ProfileError, check_figures
+from pipefit.errors import PlanError, ProfileError, check_figures
 from pipefit.spec.arguments import check_fields, checked
 from pipefit.spec.counted import Counted, SharedWeights
 from pipefit.spec.files import decode, encode, read_json, write_json
-from pipefit.spec.plan import INSIDE, Partition
+from pipefit.spec.plan import INSIDE, Figures, Partition, StageSpec
 from pipefit.spec.topology import Device
 
 ARITHMETIC = "GPT arithmetic"
@@ -43,6 +44,7 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             None: not known.
         trained_bytes: bytes of the parameters that train; None: of all.
         input_bytes: bytes that it keeps where it is replayed from its input; None: it is never replayed in isolation.
+        again_bytes: bytes that its replay saves in addition; None: `saved_bytes` without `input_bytes`.
         selective_bytes: bytes that it keeps where the cores of its attention are replayed; None: it has none.
         attention_s: seconds of these cores, a part of `forward_s`.
         forward_work_bytes: the most by which memory grows during its forward; None: not known, as the next three.
@@ -71,6 +73,7 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     half_bytes: float | None = None
     trained_bytes: float | None = None
     input_bytes: float | None = None
+    again_bytes: float | None = None
     selective_bytes: float | None = None
     attention_s: float = 0.0
     forward_work_bytes: float | None = None
@@ -103,11 +106,11 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         made = replace(self, backward_input_s=self.backward_input_s + again_s, saved_bytes=kept)
         if self.first_work_bytes is None or self.backward_work_bytes is None:
             return made
-        again_bytes = self.saved_bytes
+        again_bytes = max(self.saved_bytes - kept, 0.0)
         if recompute == "layer":
             made = replace(made, forward_work_bytes=self.bare_work_bytes)
-        else:
-            again_bytes = max(self.saved_bytes - kept, 0.0)
+            if self.again_bytes is not None:
+                again_bytes = self.again_bytes
         return replace(
             made,
             backward_work_bytes=again_bytes + self.backward_work_bytes,
@@ -116,12 +119,9 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def replay_bytes(self, recompute: str) -> float:
         """Bytes that its replay inside a backward makes, and that are freed with it; 0 where its work counts them."""
-        kept = self.replaying(recompute)
-        if kept.saved_bytes == self.saved_bytes or self.backward_work_bytes is not None:
+        if self.backward_work_bytes is not None:
             return 0.0
-        if recompute == "layer":
-            return self.saved_bytes
-        return max(self.saved_bytes - kept.saved_bytes, 0.0)
+        return max(self.saved_bytes - self.replaying(recompute).saved_bytes, 0.0)
 
     @property
     def wgrad_bytes(self) -> float:
@@ -154,8 +154,9 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _FIXED = ("weight_bytes", "step_s", "step_work_bytes", "idle_bytes", "copy_bytes")
+_KEPT = ("input_bytes", "again_bytes", "selective_bytes")
 WORK = ("forward_work_bytes", "bare_work_bytes", "backward_work_bytes", "first_work_bytes")
-_UNKNOWN = ("grad_bytes", "split_s", "half_bytes", "input_bytes", "selective_bytes", "inner_bytes", "replay_s", *WORK)
+_UNKNOWN = ("grad_bytes", "split_s", "half_bytes", "inner_bytes", "replay_s", *_KEPT, *WORK)
 """Figures that may be None; where they are given they scale as the others do."""
 
 _SCALED = tuple(name for name in Layer.__struct_fields__ if name not in ("name", "trained_bytes", *_FIXED, *_UNKNOWN))
@@ -185,6 +186,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         element_bytes: of the numbers in products, which set the rate of a device; 0: the figures were measured.
         counted: what the layers do, where that was counted.
         shared: weights that several layers share, of which a stage with these layers has one.
+        made_bytes: of what each stage makes for its layers, such as masks, and keeps where they are replayed.
     """
 
     model: str
@@ -206,6 +208,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     loss_work_bytes: float = 0.0
     step_work_bytes: float = 0.0
     shared: tuple[SharedWeights, ...] = ()
+    made_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self, ProfileError)
@@ -225,7 +228,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
                     f"layers[{index}].trained_bytes: expected 0 to {layer.weight_bytes} (weight_bytes), "
                     f"got {layer.trained_bytes}"
                 )
-        check_finite(self, ("loss_s", "optimizer_s", "loss_work_bytes", "step_work_bytes"), "")
+        check_finite(self, ("loss_s", "optimizer_s", "loss_work_bytes", "step_work_bytes", "made_bytes"), "")
         for index, (tail, head) in enumerate(self.edges or ()):
             if not (0 <= tail < len(self.layers) and 0 <= head < len(self.layers)):
                 raise ProfileError(f"edges[{index}]: layers {tail} → {head}, but there are {len(self.layers)} layers")
@@ -267,14 +270,40 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         >>> Profile("skip", 1, (a, b, c), edges=((0, 1), (1, 2), (0, 2))).cut_bytes
         (10.0, 30.0)
         """
-        last_use = list(range(len(self.layers)))
+        every = Partition.from_counts([1] * len(self))
+        return self.crossing(every, attrgetter("output_bytes"))[:-1]
+
+    def crossing(self, partition: Partition, figure: Callable[[Layer], float]) -> Figures:
+        """For each stage, the bytes that cross the cut after it: every output used beyond it, counted once.
+
+        After the last stage: its outputs that nothing uses, which the loss reads.
+
+        Args:
+            partition: into stages.
+            figure: bytes of a layer's output, or of its gradient.
+
+        Raises:
+            PlanError: a stage needs an output of a later one.
+        """
+        owner = partition.stage_of
+        reach = dict(owner)
+        used = set()
         for tail, head in self.links:
-            last_use[tail] = max(last_use[tail], head)
-        crossing = [0.0] * max(len(self.layers) - 1, 0)
-        for index, layer in enumerate(self.layers):
-            for cut in range(index, last_use[index]):
-                crossing[cut] += layer.output_bytes
-        return tuple(crossing)
+            if owner[head] < owner[tail]:
+                needed = self.layers[tail].name
+                user = self.layers[head].name
+                raise PlanError(f"stage {owner[head]} needs {needed} of the later stage {owner[tail]} for {user}")
+            reach[tail] = max(reach[tail], owner[head])
+            used.add(tail)
+        num_stages = len(partition.stages)
+        sizes = [0.0] * num_stages
+        for layer, stage in owner.items():
+            end = reach[layer]
+            if layer not in used and stage == num_stages - 1:
+                end = num_stages  # the loss reads it
+            for cut in range(stage, end):
+                sizes[cut] += figure(self.layers[layer])
+        return tuple(sizes)
 
     def can_replay(self, recompute: str) -> bool:
         """Returns whether some layer has the figures of a kind of recomputation."""
@@ -307,6 +336,20 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
                 trained -= one.trained_bytes
         return weights, trained
 
+    def layers_of(self, stage: StageSpec) -> list[Layer]:
+        """The layers of a stage with the figures that they have there; what the stage makes for them is the first's.
+
+        >>> layers = tuple(Layer(name, 1, 1, 1, 8, 90, 0, input_bytes=10) for name in "ab")
+        >>> stage = StageSpec((0, 1), recompute="layer")
+        >>> [layer.saved_bytes for layer in Profile("m", 1, layers, made_bytes=2).layers_of(stage)]
+        [12, 10]
+        """
+        plain = [self.layers[index] for index in stage.layers]
+        found = [layer.replaying(stage.replays) for layer in plain]
+        if stage.replays == "layer" and any(layer.input_bytes for layer in plain):
+            found[0] = replace(found[0], saved_bytes=found[0].saved_bytes + self.made_bytes)
+        return found
+
     def num_frozen(self, partition: Partition) -> int:
         """How many stages of a partition, from the first on, have no layer that trains."""
         return partition.num_frozen(lambda index: self.layers[index].trained_bytes != 0)
@@ -329,21 +372,18 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
             return max(self.optimizer_s - own, 0) + sum(self.layers[index].step_s for index in layers)
         return self.optimizer_s * trained / every
 
-    @cached_property
-    def steps_at_once(self) -> bool:
-        """Returns whether the optimizer works on all of its weights at once, and not on one after the other."""
-        each = [layer.step_work_bytes for layer in self.layers]
-        return 2 * self.step_work_bytes > max(each) + sum(each)
-
     def step_work_of(self, layers: Iterable[int]) -> float:
         """The most by which memory grows in one optimizer step on some of the layers.
+
+        The optimizer works on all of its weights at once, or on one after the other.
 
         >>> a, b = Layer("a", 1, 1, 1, 8, 0, 30, step_work_bytes=4), Layer("b", 1, 1, 1, 8, 0, 10, step_work_bytes=2)
         >>> Profile("m", 1, (a, b), step_work_bytes=4).step_work_of([0, 1])
         4
         """
-        own = [self.layers[index].step_work_bytes for index in layers]
-        if self.steps_at_once:
+        every = [layer.step_work_bytes for layer in self.layers]
+        own = [every[index] for index in layers]
+        if 2 * self.step_work_bytes > max(every) + sum(every):
             return sum(own)
         return max(own)
 
@@ -428,7 +468,7 @@ def _blend(high: Profile, low: Profile | None, share: float, microbatch_size: in
                 other = replace(other, grad_bytes=other.output_bytes)
             other = replace(other, half_bytes=other.kept_bytes)
         layers.append(replace(layer, **mixed(layer, other, (*_SCALED, *_UNKNOWN))))
-    names = ["loss_s", "loss_work_bytes"]
+    names = ["loss_s", "loss_work_bytes", "made_bytes"]
     if low is None or low.step_s is not None:
         names.append("step_s")
     figures = {"step_s": None} | mixed(high, low, names)
