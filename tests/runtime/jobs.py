@@ -16,6 +16,7 @@ from pipefit import Checkpoints, Pipeline
 from pipefit.checkpoint import commit, export
 from pipefit.errors import PipefitError
 from pipefit.runtime.session import current
+from pipefit.spec.options import Spilled
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -82,6 +83,15 @@ def close_and_use() -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
     before = pipe.state_dict()
     pipe.close()
     return before, {n: t.clone() for n, t in whole.state_dict().items()}, list(whole(batches()[0][0]).shape)
+
+
+def close_spilled() -> list[bool]:
+    """Whether each weight is without numbers in this process, after a spilled pipeline has been closed."""
+    whole = model()
+    pipe = pipeline(model=whole, spill=Spilled())
+    pipe.fit(batches())
+    pipe.close()
+    return [parameter.is_meta for parameter in whole.parameters()]
 
 
 def save_export_and_state(place: str) -> dict[str, Tensor]:

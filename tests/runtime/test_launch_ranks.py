@@ -77,6 +77,14 @@ def test_a_closed_pipeline_gives_every_process_the_whole_trained_model():
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_a_spilled_model_is_given_back_in_parts():
+    """None of the processes need have memory for the whole."""
+    first, last = launch(jobs.close_spilled, 2, quiet=True)
+    assert any(first)
+    assert any(last)
+    assert not any(map(all, zip(first, last, strict=True)))
+
+
 def test_a_script_needs_no_main_guard(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

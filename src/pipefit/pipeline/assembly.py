@@ -54,9 +54,10 @@ def sharded_mesh(plan: Plan, layers: Sequence[NamedLayer], session: Session) -> 
     return mesh
 
 
-def is_lent_whole(plan: Plan, layers: Sequence[NamedLayer], session: Session) -> bool:
+def is_lent_whole(program: Program, layers: Sequence[NamedLayer], session: Session) -> bool:
     """Returns whether every process has the whole model before `assemble`, so that `close` can give it back to all."""
-    return session.is_distributed and plan.tensor == 1 and plan.spill is None and not is_meta(layers)
+    header = program.header
+    return session.is_distributed and header.tensor == 1 and header.spill is None and not is_meta(layers)
 
 
 def assemble(

@@ -128,8 +128,9 @@ class Pipeline:
             self.training = given.training(mesh)
             programs = Programs(agreed, self.training, self.layers, spill)
 
-            self._is_lent_whole = is_lent_whole(agreed, self.layers, session)
-            self.engine = assemble(programs.shortest(), agreed, given, mesh, self.training, session, spill)
+            program = programs.shortest()
+            self._is_lent_whole = is_lent_whole(program, self.layers, session)
+            self.engine = assemble(program, agreed, given, mesh, self.training, session, spill)
             self._position = LoaderPosition(updates.seed)
             self.state = RunState(self._position)
             self.loop = TrainingLoop(self.engine, given, self._after_updates, self.state)
