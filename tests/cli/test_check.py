@@ -98,7 +98,7 @@ def test_what_cannot_travel_to_other_processes_says_what_to_do(own, capsys):
     ("arguments", "told"),
     [
         ([*SMALL, "--schedule", "1f2b"], "did you mean 1f1b?"),
-        ([*SMALL, "--microbatches", "0"], "--microbatches: expected at least 1"),
+        ([*SMALL, "--microbatches", "0"], "--microbatches: expected a whole number of at least 1"),
         ([*SMALL, "--ranks", "9"], "specified multiple times"),
         (["check", "--model", "mlp", "--option", "layers=3", "--ranks", "9"], "9 stages"),
         ([*SMALL, "--batch", "2"], "micro-batch"),

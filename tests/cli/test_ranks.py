@@ -94,9 +94,9 @@ def test_a_script_that_fails_is_exit_1_with_its_error_and_log(script, capsys):
     [
         (["run", "none.py"], "none.py: no such file"),
         (["run", "."], "got a directory"),
-        (["run", "-n", "0", "script.py"], "-n: expected at least 1, got 0"),
-        (["links", "--ranks", "1"], "expected at least 2"),
-        (["doctor", "--ranks", "1"], "expected at least 2"),
+        (["run", "-n", "0", "script.py"], "-n: expected a whole number of at least 1, got 0"),
+        (["links", "--ranks", "1"], "expected a whole number of at least 2"),
+        (["doctor", "--ranks", "1"], "expected a whole number of at least 2"),
     ],
 )
 def test_what_cannot_be_started_is_refused(arguments, told, script, capsys):

@@ -185,7 +185,7 @@ def test_a_spilled_training_goes_on_from_the_records_on_its_disk(tmp_path, capsy
     ("words", "said"),
     [
         (["--transport", "local", "--recover", "2"], "no process is started"),
-        (["--recover", "0"], "--recover: expected at least 1"),
+        (["--recover", "0"], "--recover: expected a whole number of at least 1"),
         (["--ranks", "2", "--recover", "1", "--min-ranks", "3"], "min_ranks: expected 1 to 2"),
         (["--ranks", "2", "--min-ranks", "1"], "min_ranks: expected with recover"),
         (["--ranks", "2", "--grow"], "grow: expected with recover"),

@@ -114,7 +114,7 @@ def test_a_missing_file_or_a_directory_is_named(settings, tmp_path, capsys):
 
 @pytest.mark.parametrize("option", ["ranks", "microbatches", "batch", "steps", "chunks"])
 def test_counts_below_one_are_refused(option, settings, capsys):
-    assert f"--{option}: expected at least 1, got 0" in refused(capsys, "train", f"--{option}", "0")
+    assert f"--{option}: expected a whole number of at least 1, got 0" in refused(capsys, "train", f"--{option}", "0")
 
 
 def test_logging_needs_a_folder_and_the_package(settings, capsys, monkeypatch):
@@ -348,7 +348,7 @@ def test_a_run_that_was_refused_leaves_no_folder_and_one_that_began_keeps_it(tmp
 @pytest.mark.parametrize("name", ["checkpoint-every", "evaluate-every", "patience", "sample", "context", "warmup"])
 def test_a_negative_number_is_refused_before_anything_is_trained(name, capsys):
     said = refused(capsys, "train", "--model", "mlp", "--ranks", "1", f"--{name}", "-2")
-    assert said.startswith(f"pipefit train: {name.replace('-', '_')}: expected a whole number of at least 0, got -2")
+    assert said.startswith(f"pipefit train: --{name}: expected a whole number of at least 0, got -2")
 
 
 def test_adapters_need_a_folder_whose_weights_they_change(capsys):

@@ -140,7 +140,7 @@ def test_few_strategies_are_usual_and_all_are_named_by_one_word():
     ("words", "told"),
     [
         ("--strategies gpip", "did you mean gpipe"),
-        ("--ranks 1", "expected at least 2, got 1"),
+        ("--ranks 1", "expected a whole number of at least 2, got 1"),
         ("-m 64 --batch 8", "cannot be split"),
         ("--model gpd", "did you mean gpt"),
         ("--microbatches 1,x", "--microbatches"),

@@ -15,7 +15,7 @@ from pipefit.errors import PipefitError, TopologyError
 from pipefit.ir import program, text
 from pipefit.ir.values import CONSUMES
 from pipefit.schedules import Shape, generate
-from pipefit.spec import Level, Plan, Topology, files, options, topology
+from pipefit.spec import Level, Plan, Topology, arguments, files, topology
 from pipefit.spec.sealed import FileEntry, read_sealed, seal
 from pipefit.study import file as study_file
 from pipefit.study.execute.folder import StudyFolder
@@ -36,7 +36,7 @@ def test_the_table_of_limits_has_the_numbers_of_the_code():
         15,
         topology.MOST_DEVICES,
         study_file.MOST_TRIALS,
-        options.MOST_THREADS,
+        arguments.MOST_THREADS,
     ]
 
 
@@ -140,12 +140,12 @@ def test_devices_ranks_and_trials_are_counted_before_they_are_made(tmp_path, cap
     [
         (["--lr", "nan"], "lr: expected a number of at least 0, got nan"),
         (["--lr", "-1"], "lr: expected a number of at least 0, got -1"),
-        (["--seed", "99999999999999999999999"], "seed: expected a whole number from 0"),
+        (["--seed", "99999999999999999999999"], "seed: expected a whole number of at least 0"),
         (["--clip", "-1"], "clip: expected a number of at least 0"),
         (["--warmup", "-1"], "warmup: expected a whole number of at least 0"),
         (["--sample", "-1"], "sample: expected a whole number of at least 0"),
-        (["--threads", "-1"], "--threads: expected a whole number from 1 to 1024"),
-        (["--threads", "100000"], "--threads: expected a whole number from 1 to 1024"),
+        (["--threads", "-1"], "--threads: expected a whole number of at least 1 and at most 1024"),
+        (["--threads", "100000"], "--threads: expected a whole number of at least 1 and at most 1024"),
         (["--output", ""], "--output: expected a value, got an empty one"),
         (["--schedule", ""], "--schedule: expected a value, got an empty one"),
         (["--device", "foo", "--transport", "local", "--json"], "--device foo: cannot be used here"),

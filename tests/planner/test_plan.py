@@ -258,10 +258,10 @@ def test_what_has_no_meaning_is_refused():
         ({"method": "gipe"}, "gpipe"),
         ({"global_batch": 0}, "global_batch"),
         ({"microbatch_sizes": [0]}, "microbatch_sizes"),
-        ({"num_microbatches": 0}, "microbatches: expected a whole number of at least 1, got 0"),
+        ({"num_microbatches": 0}, "num_microbatches: expected a whole number of at least 1 or None, got 0"),
         ({"depths": [0]}, "depths"),
         ({"schedules": ["pipedream"]}, "never flushes"),
-        ({"state_per_weight": -1.0}, "state: expected a number of at least 0, got -1.0"),
+        ({"state_per_weight": -1.0}, "state_per_weight: expected a number of at least 0 or None, got -1.0"),
         ({"global_batch": 3}, "divides"),
         ({"method": "pipedream", "cost": "rings"}, "ring"),
     ]:

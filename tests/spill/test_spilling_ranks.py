@@ -53,25 +53,22 @@ def weights(run: Path) -> dict[str, Tensor]:
 def test_processes_under_a_cap_of_which_one_was_killed_go_on_to_the_very_same_end(tmp_path: Path) -> None:
     tier, end, whole = (str(tmp_path / name) for name in ("tier", "end", "whole"))
     options = "layers=4,hidden=32,context=16,tied=false,dropout=0.1"
-    usual = from_flat(
-        RunConfig,
-        {
-            "option": options,
-            "data": ("synthetic",),
-            "ranks": 2,
-            "schedule": "auto",
-            "batch": 8,
-            "steps": 5,
-            "warmup": 1,
-            "sample": 0,
-        },
-    )
-    config = from_flat(RunConfig, {"device_memory": "600 KiB", "disk": tier, "output": end}, usual)
+    usual = {
+        "option": options,
+        "data": ("synthetic",),
+        "ranks": 2,
+        "schedule": "auto",
+        "batch": 8,
+        "steps": 5,
+        "warmup": 1,
+        "sample": 0,
+    }
+    config = from_flat(RunConfig, {**usual, "device_memory": "600 KiB", "disk": tier, "output": end})
     with pytest.raises(LaunchError, match=r"rank 1 .*SIGKILL"):
         launch(killed, 2, config, 2, threads=1, quiet=True)
     found = launch(train_rank, 2, replace(config, resume=tier), True, threads=1, quiet=True)
     assert found[0].predicted and max(found[0].predicted.peak_bytes) <= 600 * 1024
-    one = train_rank(from_flat(RunConfig, {"ranks": 1, "schedule": "naive", "output": whole}, usual), True)
+    one = train_rank(from_flat(RunConfig, {**usual, "ranks": 1, "schedule": "naive", "output": whole}), True)
     assert [result.losses for result in found] == [one.losses[2:]] * 2
     a, b = weights(Path(end)), weights(Path(whole))
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

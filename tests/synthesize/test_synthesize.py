@@ -273,7 +273,7 @@ def test_a_capacity_is_for_the_states_of_the_optimizer_too(capsys):
     ("words", "message"),
     [
         ((), "expected -p ranks and -m micro-batches"),
-        (("-p", "2", "-m", "4", "--memory", "0"), "--memory: expected numbers above 0"),
+        (("-p", "2", "-m", "4", "--memory", "0"), "--memory: expected a number above 0"),
         (("-p", "2", "-m", "4", "--stage-work", "1,2,3"), "work of the stages: expected a figure for each of 2 stages"),
         (("-p", "2", "-m", "4", "--capacity", "1GiB"), "--capacity needs --profile"),
         (("-p", "2", "--plan", "plan.json"), "leave out -p, -m and -v"),

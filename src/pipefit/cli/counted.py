@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipefit.errors import PipefitError
+from pipefit.spec.arguments import Number
 from pipefit.spec.options import setting
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ class ModelSource:
     option: Sequence[str] = setting(
         (), "Fields of its configuration, like num_hidden_layers=8; may be repeated.", typed=list[str]
     )
-    sequence: int | None = setting(
-        None, f"Tokens of a sample; default: as many as its configuration allows, at most {_MOST}.", least=1
+    sequence: Number | None = setting(
+        None, f"Tokens of a sample; default: as many as its configuration allows, at most {_MOST}."
     )
     dtype: Literal["bfloat16", "float16", "float32", "float64"] = setting(
         "bfloat16", "Type of its weights and activations."

@@ -12,22 +12,25 @@ from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from inspect import Parameter as Argument
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from cyclopts import UNSET, CoercionError, Parameter, Token, convert
+from msgspec import Meta
 
 from pipefit.errors import PipefitError
-from pipefit.spec.options import MOST_SEED, MOST_THREADS, as_flat, flag_of, from_flat, key_of, options_of, setting
+from pipefit.spec.arguments import MOST_THREADS, Amount, Number, Several, kind_of
+from pipefit.spec.options import as_flat, flag_of, from_flat, key_of, options_of, setting
 from pipefit.units import parse_quantity
 
 PICTURES = (".svg", ".html", ".png", ".trace.json", ".pipe", ".txt")
 """The suffixes that `-o` of a picture takes; a test compares them with `pipefit.draw.SUFFIXES`."""
 
+_MOST = 1e30
+"""Largest cost and time."""
+
 Tokens = Sequence[Token]
 Read = Callable[[Any, Tokens], Any]
 """From the type of an option and its words to its value."""
-Number = int | float
-"""A whole number stays whole, so that whole costs give whole times."""
 
 
 def exact(kind: Any, tokens: Tokens) -> Any:
@@ -63,30 +66,25 @@ def _wrong(tokens: Tokens, message: str) -> CoercionError:
     return CoercionError(msg=f"{tokens[0].keyword or 'argument'}: {message}")
 
 
-def _number(kind: Any, fits: Callable[[Any], bool], expected: str) -> Read:
-    """The reader of an option that is a number of some range."""
+def _reader(limited: Any) -> Read:
+    """The reader of a number with limits; a whole number stays whole, so that whole costs give whole times."""
+    limits = kind_of(limited)
+    kind = get_args(limited)[0]
+    if kind is float:
+        kind = int | float
 
     def read(_: Any, tokens: Tokens) -> Any:
         value = exact(kind, tokens)
-        if not fits(value):
-            raise _wrong(tokens, f"expected {expected}, got {value}")
+        if not limits.fits(value):
+            raise _wrong(tokens, f"expected {limits.words}, got {value}")
         return value
 
     return read
 
 
-def _within(least: int, most: int) -> Read:
-    return _number(int, lambda value: least <= value <= most, f"a whole number from {least} to {most}")
-
-
-def _least(least: int) -> Read:
-    return _number(int, lambda value: value >= least, f"at least {least}")
-
-
-_count = _least(1)
-_several = _least(2)
-_time = _number(Number, lambda value: 0 <= value < 1e30, "a time of 0 or more, below 1e30")
-_figure = _number(Number, lambda value: 0 < value < 1e30, "numbers above 0, below 1e30")
+def within(limited: Any) -> Parameter:
+    """An option that is a number with limits, such as `Annotated[int, Meta(ge=1)]`."""
+    return Parameter(converter=_reader(limited))
 
 
 def _size(kind: Any, tokens: Tokens) -> float:
@@ -100,10 +98,11 @@ def _names(kind: Any, tokens: Tokens) -> tuple[str, ...]:
     return tuple(exact(str, tokens).split(","))
 
 
-def _each(read: Read) -> Parameter:
-    """An option that is a list such as "2,1", whose numbers `read` converts one by one."""
+def _each(limited: Any) -> Parameter:
+    """An option that is a list such as "2,1" of numbers with limits."""
+    read = _reader(limited)
 
-    def listed(kind: Any, tokens: Tokens) -> tuple[Number, ...]:
+    def listed(kind: Any, tokens: Tokens) -> tuple[float, ...]:
         parts = [part for part in tokens[0].value.split(",") if part]
         try:
             return tuple(read(kind, [tokens[0].evolve(value=part)]) for part in parts)
@@ -158,13 +157,13 @@ def _pairs(kind: Any, tokens: Tokens) -> dict[str, int]:
     return found
 
 
-Count = Annotated[int, Parameter(converter=_count)]
-Seed = Annotated[int, Parameter(converter=_within(0, MOST_SEED))]
-Threads = Annotated[int, Parameter(converter=_within(1, MOST_THREADS))]
-Counts = Annotated[tuple[int, ...], _each(_count)]
-Figures = Annotated[tuple[float, ...], _each(_figure)]
+Count = Annotated[int, within(Number)]
+Seed = Annotated[int, within(Amount)]
+Threads = Annotated[int, within(Annotated[int, Meta(ge=1, le=MOST_THREADS)])]
+Counts = Annotated[tuple[int, ...], _each(Number)]
+Figures = Annotated[tuple[float, ...], _each(Annotated[float, Meta(gt=0, le=_MOST)])]
 Pairs = Annotated[list[str], Parameter(converter=_pairs)]
-Time = Annotated[Number, Parameter(converter=_time)]
+Time = Annotated[int | float, within(Annotated[float, Meta(ge=0, le=_MOST)])]
 Size = Annotated[float, Parameter(converter=_size, metavar="BYTES")]
 Json = Annotated[bool, Parameter(help="One JSON object on stdout, and nothing else there.")]
 Picture = Annotated[Path | None, ending(*PICTURES, alias="-o")]
@@ -172,7 +171,7 @@ Simulated = Annotated[Path | None, ending(*PICTURES, ".pickle", alias="-o")]
 TomlFile = Annotated[Path | None, ending(".toml", alias="-o")]
 FOLDER = Parameter(converter=_folder, alias="-o")
 Folder = Annotated[Path | None, FOLDER]
-Ranks = Annotated[int, Parameter(converter=_several, alias="-n")]
+Ranks = Annotated[int, within(Several), Parameter(alias="-n")]
 Machine = Annotated[str, Parameter(alias="--machine")]
 
 TYPES: Mapping[str, Any] = {
@@ -201,8 +200,8 @@ class Starts:
         "Times that the run goes on after a rank has died or hung: without it, or all are started again.",
         typed=Count,
     )
-    min_ranks: int | None = setting(
-        None, "Ranks with which to continue if one cannot be started again; default: all.", least=1
+    min_ranks: Number | None = setting(
+        None, "Ranks with which to continue if one cannot be started again; default: all."
     )
     grow: bool = setting(False, "Start a lost rank again while the others train on; it enters at the end of a step.")
 
@@ -248,14 +247,20 @@ def verb(*without: str, **helps: str) -> Callable[[Callable[..., Any]], Callable
     return decorate
 
 
+def _read_within(hint: Any) -> Any:
+    """The type of an option; a number with limits is read by them."""
+    for part in (hint, *get_args(hint)):
+        if get_origin(part) is Annotated:
+            return Annotated[get_args(part)[0], within(part)]
+    return hint
+
+
 def _arguments(group: Any, without: Collection[str], helps: Mapping[str, str]) -> Iterator[Argument]:
     """The options of a group and of those in it, as arguments of a function."""
     for one, hint, value in options_of(group, without):
         facts = one.metadata
         key = key_of(one)
-        kind = facts["typed"] or hint
-        if facts["least"] == 1:
-            kind = Count
+        kind = facts["typed"] or _read_within(hint)
         if isinstance(kind, str):
             kind = TYPES[kind]
         names = dict.fromkeys((flag_of(one), *facts["flags"]))

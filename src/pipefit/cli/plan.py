@@ -14,6 +14,7 @@ from pipefit.cli.counted import ModelSource, count_of
 from pipefit.cli.options import Json, Machine, ending, verb
 from pipefit.errors import PipefitError
 from pipefit.planner.plan_options import PlanOptions
+from pipefit.spec.arguments import NotNegative, Number
 from pipefit.spec.files import JsonObject, write_atomically
 from pipefit.spec.options import Checked, flag_of, refuse_unused, setting
 from pipefit.units import format_seconds, terminal_width, wrapped
@@ -37,12 +38,8 @@ class CapOptions:
         "topology.",
         typed="bytes",
     )
-    ranks: int | None = setting(
-        None, "Devices to plan for under --device-memory; default: one.", "-n", least=1, only=_CAPPED
-    )
-    data_parallel: int | None = setting(
-        None, "Copies of the pipeline among them; default: one.", "-d", least=1, only=_CAPPED
-    )
+    ranks: Number | None = setting(None, "Devices to plan for under --device-memory; default: one.", "-n", only=_CAPPED)
+    data_parallel: Number | None = setting(None, "Copies of the pipeline among them; default: one.", "-d", only=_CAPPED)
     tier: Literal["host", "disk"] | None = setting(None, "Tier to which --device-memory spills.", only=_CAPPED)
     step_on: Literal["auto", "device", "host"] | None = setting(
         None, "Place of the step of stages that --device-memory spills.", only=_CAPPED
@@ -79,7 +76,7 @@ class Wanted(Checked):
     """The form of the answer, and further questions."""
 
     tokens: float | None = setting(None, "Report the days and device hours of training on so many tokens.", only=_ONE)
-    price: float | None = setting(None, "Price of a device hour, for the costs of --tokens.", least=0.0, only=_ONE)
+    price: NotNegative | None = setting(None, "Price of a device hour, for the costs of --tokens.", only=_ONE)
     refit: Path | None = setting(None, "Correct the profile by this measured trace; needs --of.", only=_ONE)
     of: Path | None = setting(None, "The plan (.json) that the trace of --refit ran.", only=_ONE)
     every: bool = setting(False, "Show all candidates that lost, not only the best of five families.", "--all")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pipefit.cost.unit_costs import UnitCosts
 from pipefit.errors import PipefitError
 from pipefit.ir.instruction import Indices
+from pipefit.spec.arguments import Number
 from pipefit.spec.options import setting
 from pipefit.units import format_seconds
 
@@ -31,7 +32,7 @@ class SourceOptions:
     layers: Indices = setting(
         (), "Layers of each stage, like 3,3, which a .pipe file does not contain.", typed="numbers"
     )
-    steps: int = setting(1, "Weight updates of a plan's program.", least=1)
+    steps: Number = setting(1, "Weight updates of a plan's program.")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipefit.spec.options import MOST_SEED, Checked, setting
+from pipefit.spec.arguments import Amount, NotNegative, Number
+from pipefit.spec.options import Checked, setting
 
 STRATEGIES = {
     "one-thread": "single",
@@ -58,19 +59,19 @@ class CompareConfig(Checked):
     microbatches: Sequence[int] = setting(
         (4, 8), "Numbers of micro-batches per update, like 1,2,16; default: 4,8.", "-m", typed="numbers"
     )
-    batch: int = setting(32, "Samples per update.", least=1)
-    steps: int = setting(4, "Updates of one repetition; a schedule without a flush drains only at their end.", least=1)
-    repeats: int = setting(3, "Repetitions of everything; medians are shown.", least=1)
-    limit: float = setting(
-        2.0, "Minutes after which no further row or repetition begins, once there is a row; 0: no limit.", least=0.0
+    batch: Number = setting(32, "Samples per update.")
+    steps: Number = setting(4, "Updates of one repetition; a schedule without a flush drains only at their end.")
+    repeats: Number = setting(3, "Repetitions of everything; medians are shown.")
+    limit: NotNegative = setting(
+        2.0, "Minutes after which no further row or repetition begins, once there is a row; 0: no limit."
     )
     stages: Sequence[int] = setting(
         (), "Layers of each stage, like 3,3; default: balanced by a profile.", typed="numbers"
     )
-    chunks: int = setting(2, "Stages per rank of the looped schedules.", "-v", least=1)
+    chunks: Number = setting(2, "Stages per rank of the looped schedules.", "-v")
     optimizer: Literal["adamw", "adam", "sgd"] = setting("adamw", "Of every strategy.")
-    lr: float = setting(1e-3, "Learning rate.", least=0.0)
-    seed: int = setting(0, "Of weights, the order of the data, and dropout.", least=0, most=MOST_SEED)
+    lr: NotNegative = setting(1e-3, "Learning rate.")
+    seed: Amount = setting(0, "Of weights, the order of the data, and dropout.")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipefit.cost.unit_costs import UnitCosts
+from pipefit.spec.arguments import Amount, Number
 from pipefit.spec.options import Checked, setting
 from pipefit.spec.plan import Shard
 
@@ -18,22 +19,21 @@ class DrawOptions(UnitCosts, Checked):
     In Python `recompute` may also be the stages that replay.
     """
 
-    num_steps: int | None = setting(None, "Weight updates to draw.", "--steps", least=1)
+    num_steps: Number | None = setting(None, "Weight updates to draw.", "--steps")
     replicas: Sequence[int] = setting((), "Copies of each stage, such as 2,1.", typed="numbers")
     shard: Shard = setting("none", "What the copies of each stage share: each includes those before it.")
     stage_work: Sequence[float] = setting(
         (), "Cost of each stage in --forward and --backward, such as 2,1.", typed="figures"
     )
     recompute: bool | Sequence[int] = setting(False, "Replay each forward before its backward.", typed=bool)
-    slots: int | None = setting(
+    slots: Number | None = setting(
         None,
         "Spill all stages, with so many slots on each rank; default: 2 for `spilled`, no spilling for others.",
-        least=1,
     )
-    optim_slots: int = setting(1, "Slots for optimizer states; 0: these stay.", least=0)
+    optim_slots: Amount = setting(1, "Slots for optimizer states; 0: these stay.")
     tier: Literal["host", "disk"] = setting("host", "Tier of spilled stages.")
-    prefetch: int | None = setting(
-        None, "Fetch a stage so many visits ahead; 0: when it is needed. Default: as soon as a slot is free.", least=0
+    prefetch: Amount | None = setting(
+        None, "Fetch a stage so many visits ahead; 0: when it is needed. Default: as soon as a slot is free."
     )
     activations: bool = setting(False, "Inputs of spilled stages wait on the tier too, until their replay.")
     step_on: Literal["device", "host"] = setting("device", "Place of the step of stages on the host.")

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from pipefit.errors import PlanError, nearest
 from pipefit.planner.space import Cap
 from pipefit.spec import Topology
-from pipefit.spec.arguments import Number
+from pipefit.spec.arguments import NotNegative, Number
 from pipefit.spec.options import AUTO, Checked, setting
 from pipefit.spec.plan import Recompute, Shard, recompute_kind
 from pipefit.units import in_bytes
@@ -58,12 +58,12 @@ class PlanOptions(Checked):
         "ring", "Convention of communication costs of --method pipedream.", only=["pipedream"]
     )
     straight: bool = setting(False, "No replicas (--method pipedream).", only=["pipedream"])
-    global_batch: int | None = setting(None, "Samples per weight update.", least=1, only=_BATCHED)
+    global_batch: Number | None = setting(None, "Samples per weight update.", only=_BATCHED)
     microbatch_sizes: Sequence[Number] | None = setting(
         None, "Micro-batch sizes to choose from, like 1,2,4.", "--microbatch-size", "-b", typed="numbers"
     )
-    num_microbatches: int | None = setting(
-        None, "Number of micro-batches per update.", "--microbatches", "-m", least=1, only=_BATCHED
+    num_microbatches: Number | None = setting(
+        None, "Number of micro-batches per update.", "--microbatches", "-m", only=_BATCHED
     )
     schedules: Sequence[str] | None = setting(
         None, "Schedules to choose from, like 1f1b,gpipe.", "--schedule", typed="names", only=_BATCHED
@@ -87,8 +87,8 @@ class PlanOptions(Checked):
     memory: float | str | None = setting(
         None, 'Memory of every device, like "8 GiB", in place of the topology\'s.', typed="bytes"
     )
-    state_per_weight: float | None = setting(
-        None, "Optimizer bytes per weight byte: 0 SGD, 1 momentum, 2 Adam.", "--state", least=0.0
+    state_per_weight: NotNegative | None = setting(
+        None, "Optimizer bytes per weight byte: 0 SGD, 1 momentum, 2 Adam.", "--state"
     )
     tensors: Sequence[int] | None = setting(
         None, "Tensor widths to choose from, such as 1,2.", "--tensor", "-t", typed="numbers", only=_WIDE

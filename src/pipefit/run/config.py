@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from pipefit.errors import PipefitError
+from pipefit.errors import PipefitError, PlanError
 from pipefit.pipeline.loggers import check_installed
 from pipefit.schedules import find
 from pipefit.spec import Plan
+from pipefit.spec.arguments import Amount, NotNegative, Number, check_fields
 from pipefit.spec.files import JsonObject
-from pipefit.spec.options import AUTO, Precision, Request, Saves, Spilled, Updates, as_flat, check_least, setting
+from pipefit.spec.options import AUTO, Precision, Request, Saves, Spilled, Updates, as_flat, setting
 from pipefit.units import counted
 
 _MOST_CORES = 4
@@ -41,8 +42,8 @@ class RunConfig:
         "text, prompt and completion, or messages; default: the data that suits the model.",
         typed="texts",
     )
-    context: int = setting(
-        0, "Maximum tokens of a sequence, for models with a tokenizer; default: the model's own, at most 512.", least=0
+    context: Amount = setting(
+        0, "Maximum tokens of a sequence, for models with a tokenizer; default: the model's own, at most 512."
     )
     pack: bool = setting(False, "Records follow each other without padding, in sequences of that many tokens.")
     learn: Literal["answers", "all"] = setting(
@@ -51,19 +52,19 @@ class RunConfig:
     eval_data: str = setting("", "Text or records to evaluate on, as for --data; default: the last tenth of the data.")
     request: Request = field(default_factory=Request)
     precision: Precision = field(default_factory=Precision)
-    batch: int = setting(16, "Samples per step.", least=1)
-    steps: int | None = setting(None, "Weight updates; default: 100.", least=1)
-    epochs: int | None = setting(None, "Passes over the data, in place of --steps.", least=1)
+    batch: Number = setting(16, "Samples per step.")
+    steps: Number | None = setting(None, "Weight updates; default: 100.")
+    epochs: Number | None = setting(None, "Passes over the data, in place of --steps.")
     optimizer: Literal["adamw", "adam", "sgd"] = setting("adamw", "Of every stage.")
-    weight_decay: float | None = setting(None, "Of adamw and adam (default: 0.1 and 0) and sgd (0).", least=0.0)
+    weight_decay: NotNegative | None = setting(None, "Of adamw and adam (default: 0.1 and 0) and sgd (0).")
     betas: Sequence[float] = setting((), "Of adamw (default: 0.9,0.99) and adam (0.9,0.999).", typed="figures")
-    lr: float | None = setting(
-        None, "Peak learning rate; default: 5e-5 for the weights of a folder, 2e-4 for --lora, else 2e-3.", least=0.0
+    lr: NotNegative | None = setting(
+        None, "Peak learning rate; default: 5e-5 for the weights of a folder, 2e-4 for --lora, else 2e-3."
     )
     lr_schedule: Literal["cosine", "linear", "constant"] = setting(
         "cosine", "Learning rates after the warm-up: down to 5 % of the peak by a cosine or a line, or constant."
     )
-    warmup: int | None = setting(None, "Steps of linear warm-up; default: a tenth of all steps.", least=0)
+    warmup: Amount | None = setting(None, "Steps of linear warm-up; default: a tenth of all steps.")
     updates: Updates = field(default_factory=lambda: Updates(clip_norm=1.0))
     measure: Literal["once", "again"] = setting(
         "once",
@@ -76,16 +77,16 @@ class RunConfig:
     output: str = setting("", "Folder for checkpoints, pictures, trace and metrics.", "-o")
     resume: str = setting("", "Resume from a checkpoint's folder, or from that of --disk.")
     saves: Saves = field(default_factory=Saves)
-    evaluate_every: int = setting(
-        0, "Steps between evaluations on held-out data; the best weights are kept; 0: only at the end.", least=0
+    evaluate_every: Amount = setting(
+        0, "Steps between evaluations on held-out data; the best weights are kept; 0: only at the end."
     )
-    patience: int = setting(0, "Evaluations without a better loss after which training ends; 0: no limit.", least=0)
+    patience: Amount = setting(0, "Evaluations without a better loss after which training ends; 0: no limit.")
     log: Sequence[str] = setting(
         (),
         "Further form of the figures of every step: csv, tensorboard or wandb; may be repeated.",
         typed=list[Literal["csv", "tensorboard", "wandb"]],
     )
-    sample: int = setting(200, "Bytes of each answer at the end, about, for the model of a folder.", least=0)
+    sample: Amount = setting(200, "Bytes of each answer at the end, about, for the model of a folder.")
 
     @property
     def spill(self) -> Spilled:
@@ -115,7 +116,7 @@ def with_defaults(config: RunConfig) -> RunConfig:
 
     The steps of --epochs, and a warm-up that follows from them, stay None until the data is known.
     """
-    check_least(config)
+    check_fields(config, PlanError)
     config = _with_rates(config)
     request = config.request
     spread = config.request.parallelism

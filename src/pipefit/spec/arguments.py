@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import operator
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +33,15 @@ Number = Annotated[int, Meta(ge=1)]
 
 Amount = Annotated[int, Meta(ge=0)]
 """A whole number of at least 0."""
+
+Several = Annotated[int, Meta(ge=2)]
+"""A whole number of at least 2."""
+
+MOST_THREADS = 1024
+"""Most CPU threads of a process."""
+
+NotNegative = Annotated[float, Meta(ge=0)]
+"""A number of at least 0."""
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 """A number from 0 to 1."""
@@ -191,18 +202,18 @@ def _is_one_of(value: object, known: Sequence[object]) -> bool:
     return any(type(value) is type(one) and value == one for one in known)
 
 
+_LIMITS = (("ge", operator.ge, "of at least"), ("gt", operator.gt, "above"), ("le", operator.le, "at most"))
+
+
 def _limited(kind: Kind, meta: Meta) -> Kind:
-    """The numbers of a kind within limits: `ge`, and `le` if there is one."""
-    assert meta.ge is not None
-    least = meta.ge
-    most = math.inf
-    limits = f"of at least {least:g}"
-    if meta.le is not None:
-        most = meta.le
-        limits = f"from {least:g} to {most:g}"
+    """The finite numbers of a kind within limits: `ge` or `gt`, and `le`."""
+    given = [(holds, getattr(meta, name), words) for name, holds, words in _LIMITS if getattr(meta, name) is not None]
+    limits = " and ".join(f"{words} {limit:g}" for _, limit, words in given)
 
     def fits(value: Any) -> bool:
-        return kind.fits(value) and least <= value <= most
+        return (
+            kind.fits(value) and value <= sys.float_info.max and all(holds(value, limit) for holds, limit, _ in given)
+        )
 
     return Kind(fits, f"{kind.words} {limits}", f"{kind.in_list} {limits}")
 
@@ -217,7 +228,7 @@ def _is_whole(value: object) -> bool:
 def _is_number(value: object) -> bool:
     if type(value) is float:
         return not math.isnan(value)
-    return not isinstance(value, bool) and isinstance(value, Real) and not math.isnan(value)
+    return not isinstance(value, bool) and isinstance(value, Real) and value == value  # not NaN
 
 
 _PLAIN: Mapping[Any, Kind] = {

@@ -6,23 +6,20 @@ with the help and the names given here; a TOML file takes the same names.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
-from pipefit.errors import ABOVE_0, PlanError, look_up
-from pipefit.spec.arguments import Amount, Number, check_fields
+from msgspec import Meta
+
+from pipefit.errors import PlanError, look_up
+from pipefit.spec.arguments import Amount, NotNegative, Number, check_fields
 from pipefit.spec.plan import Recompute, Shard, recompute_kind
 from pipefit.units import in_bytes
 
-MOST_SEED = 2**63 - 1
-"""Largest seed of random numbers."""
 LARGEST_LOSS_SCALE = 2.0**126
 """Largest scale of a loss: twice that is still a number of float32."""
-MOST_THREADS = 1024
-"""Most CPU threads of a process."""
 AUTO = "auto"
 """The value that leaves a choice to the planner."""
 
@@ -46,8 +43,6 @@ def setting(
     help: str = "",
     *flags: str,
     typed: Any = None,
-    least: float | None = None,
-    most: float = math.inf,
     hidden: bool = False,
     only: Sequence[str] = (),
 ) -> Any:
@@ -59,57 +54,52 @@ def setting(
         flags: its names on the command line where the long one is not the field's, and the short one: "--clip", "-d".
         typed: its type on the command line, where it differs: a type, or a name of `pipefit.cli.options.TYPES`,
             such as "numbers" (2,1).
-        least: the smallest number that it may be; a whole number such as 1: it must be whole; None: not checked.
-        most: the largest, where `least` is given.
         hidden: for Python only.
         only: the ways to use the group, such as planning methods, in which the option has an effect; (): in all.
     """
-    facts = {"help": help, "flags": flags, "typed": typed, "least": least, "most": most, "hidden": hidden, "only": only}
+    facts = {"help": help, "flags": flags, "typed": typed, "hidden": hidden, "only": only}
     if default is dict:
         return field(default_factory=dict, metadata=facts)
     return field(default=default, metadata=facts)
 
 
 class Checked:
-    """A group of options that is checked when it is made; see `check_least`."""
+    """A group of options that is checked when it is made, by the annotations of its fields."""
 
     def __post_init__(self) -> None:
-        check_least(self)
+        check_fields(self, PlanError)
 
 
 @dataclass(frozen=True)
 class Parallelism(Checked):
     """The distribution of a model over processes."""
 
-    ranks: int | None = setting(
+    ranks: Number | None = setting(
         None,
         "Processes: data × pipeline × tensor; default: the plan's, 1 under a cap, one for each GPU, or one for "
         "each of up to 4 cores.",
         "-n",
-        least=1,
     )
-    chunks: int = setting(1, "Stages on each rank, for the looped schedules.", "-v", least=1)
+    chunks: Number = setting(1, "Stages on each rank, for the looped schedules.", "-v")
     replicas: Number | Sequence[Number] = setting(
         (), "Copies of each stage, such as 2,1; one number is for all.", typed="numbers"
     )
-    data_parallel: int = setting(1, "Copies of the whole pipeline.", "-d", least=1)
+    data_parallel: Number = setting(1, "Copies of the whole pipeline.", "-d")
     shares: Sequence[Number] = setting((), "Micro-batches of each copy per update, such as 3,1.", typed="numbers")
-    tensor: int = setting(
+    tensor: Number = setting(
         1,
         "Processes that share each rank by tensor parallelism, for models with rules or a plan for it.",
         "-t",
-        least=1,
     )
     sequence_parallel: bool = setting(False, "The processes of a rank also split the sequence between them.")
     whole_messages: bool = setting(
         False, "Each process of a rank sends all of a message between ranks, not only its part."
     )
     shard: Shard = setting("none", "What the replicas of each stage share: each includes those before it.")
-    verify_replicas: int | None = setting(
+    verify_replicas: Amount | None = setting(
         None,
         "Steps between comparisons of the weights of replicas, which are equal bit for bit; 0: none; default: at"
         " each checkpoint.",
-        least=0,
     )
     rebalance: bool = setting(
         False, "Layers move between ranks while the run trains, where measured times promise that this pays."
@@ -158,11 +148,9 @@ class Precision(Checked):
         "bf16 or fp16, under autocast.",
         "--precision",
     )
-    loss_scale: float | None = setting(
+    loss_scale: Annotated[float, Meta(gt=0, le=LARGEST_LOSS_SCALE)] | None = setting(
         None,
         "First scale of the loss, which then follows the gradients; default: 65536 for fp16, else no scaling.",
-        least=ABOVE_0,
-        most=LARGEST_LOSS_SCALE,
     )
     compile: bool | str = setting(
         False, "Train layers by torch.compile, one compilation for each kind of layer.", typed=bool
@@ -178,15 +166,15 @@ class Precision(Checked):
 class Updates(Checked):
     """Settings of a weight update in addition to its optimizer: clipping, learning-rate schedule, seed."""
 
-    clip_norm: float | None = setting(
-        None, "Largest global norm of an update's gradients, over all stages; 0: any.", "--clip", least=0.0
+    clip_norm: NotNegative | None = setting(
+        None, "Largest global norm of an update's gradients, over all stages; 0: any.", "--clip"
     )
     nonfinite: Literal["stop", "skip", "off"] = setting(
         "stop",
         "For an update whose loss or a gradient is not finite: stop (before any rank steps; the weights are "
         "those of the step before), skip (the next batch follows), or off (only losses, after the step).",
     )
-    seed: int = setting(0, "Of dropout; in a run also of weights and the order of the data.", least=0, most=MOST_SEED)
+    seed: Amount = setting(0, "Of dropout; in a run also of weights and the order of the data.")
     no_decay: Sequence[str] | str = setting(
         (),
         "Parts of names, like bias,norm: parameters with one in their name, or in the class of the module that "
@@ -206,20 +194,17 @@ class Updates(Checked):
 class Saves(Checked):
     """The checkpoints of a training."""
 
-    every: int | None = setting(
+    every: Amount | None = setting(
         None,
         "Steps between checkpoints; 0: only at the end; default: by time, see --checkpoint-share.",
         "--checkpoint-every",
-        least=0,
     )
-    share: float = setting(
+    share: Annotated[float, Meta(ge=0.001, le=1)] = setting(
         0.03,
         "Largest part of the time that goes into checkpoints by time; they are at least 60 s apart.",
         "--checkpoint-share",
-        least=0.001,
-        most=1.0,
     )
-    keep: int = setting(3, "Number of the newest checkpoints that stay; 0: all.", "--keep-checkpoints", least=0)
+    keep: Amount = setting(3, "Number of the newest checkpoints that stay; 0: all.", "--keep-checkpoints")
 
 
 @dataclass(frozen=True)
@@ -241,14 +226,13 @@ class Spilled(Checked):
         "Folder in which spilled stages wait; all of them, unless the host's memory is used up to a limit.",
         typed=str,
     )
-    slots: int = setting(
+    slots: Number = setting(
         2,
         "Stages whose weights and gradients are on the device at once: one computes, the others load.",
-        least=1,
         hidden=True,
     )
-    optim_slots: int = setting(
-        1, "Stages whose optimizer states are on the device at once; 0: these stay there.", least=0, hidden=True
+    optim_slots: Amount = setting(
+        1, "Stages whose optimizer states are on the device at once; 0: these stay there.", hidden=True
     )
     step_on: StepOn | Sequence[Amount] = setting(
         AUTO,
@@ -267,10 +251,9 @@ class Spilled(Checked):
         "Inputs of spilled stages wait there too, until their replay; under a cap this is also chosen where "
         "nothing fits otherwise.",
     )
-    prefetch: int | None = setting(
+    prefetch: Amount | None = setting(
         None,
         "Stages ahead that the next one is loaded; None: as soon as a slot is free; 0: when it is needed.",
-        least=0,
         hidden=True,
     )
     resume: bool | Amount = setting(
@@ -279,8 +262,8 @@ class Spilled(Checked):
         "training must be the same; `Pipeline.num_updates` is the step. A number: from that step or one before.",
         hidden=True,
     )
-    commit_every: int | None = setting(
-        None, "Steps between commits to disk, to resume from; 0: none; default: 1 if all is there, else 10.", least=0
+    commit_every: Amount | None = setting(
+        None, "Steps between commits to disk, to resume from; 0: none; default: 1 if all is there, else 10."
     )
     about: Mapping[str, Any] = setting(
         dict, "Further JSON data that must be the same to resume, by the names that messages use.", hidden=True
@@ -326,8 +309,8 @@ class Request(Checked):
         "Its name, or auto; `pipefit schedules` lists them. Default: auto under a cap, and where no option of "
         "the pipeline is given; else 1f1b.",
     )
-    microbatches: int | None = setting(
-        None, "Per weight update; default: chosen with the schedule auto, else 4.", "-m", least=1
+    microbatches: Number | None = setting(
+        None, "Per weight update; default: chosen with the schedule auto, else 4.", "-m"
     )
     stages: int | Sequence[int] | str | None = setting(
         None,
@@ -356,7 +339,7 @@ def options_of(group: Any, without: Collection[str] = ()) -> Iterator[tuple[Any,
         group: a dataclass whose fields are made by `setting`.
         without: names of fields, or of groups, that are left out.
     """
-    hints = get_type_hints(type(group))
+    hints = get_type_hints(type(group), include_extras=True)
     kinds = groups_of(type(group))
     for one in fields(group):
         if one.name in without or one.metadata.get("hidden"):
@@ -373,19 +356,13 @@ def as_flat(group: Any) -> dict[str, Any]:
     return {key_of(one): value for one, _, value in options_of(group)}
 
 
-def from_flat(kind: type[Group], values: Mapping[str, Any], usual: Group | None = None) -> Group:
-    """The group whose options have these values; the inverse of `as_flat`.
-
-    Args:
-        kind: of the group.
-        values: by names as `as_flat` gives them.
-        usual: the group with the values of the other options; None: the defaults.
+def from_flat(kind: type[Group], values: Mapping[str, Any]) -> Group:
+    """The group whose options have these values, by names as `as_flat` gives them; all others have their defaults.
 
     Raises:
         PlanError: a name is not that of an option.
     """
-    if usual is None:
-        usual = kind()
+    usual = kind()
     known = as_flat(usual)
     for name in values:
         look_up(name, known, "unknown option", PlanError)
@@ -461,38 +438,3 @@ def groups_of(kind: type[Any]) -> dict[str, type[Any]]:
             if isinstance(part, type) and is_dataclass(part):
                 found[name] = part
     return found
-
-
-_MOST_COUNT = 10**15
-"""Largest number of an option without a limit of its own: arithmetic in floating point stays exact."""
-
-
-def check_least(group: Any) -> None:
-    """Checks the types of a group's options, and that no number is below its minimum or above its maximum.
-
-    Raises:
-        PlanError: one is of another type, is too small or large or not finite, or not whole where it must be.
-    """
-    for one in fields(group):
-        value = getattr(group, one.name)
-        if value is not None and one.metadata.get("least") is not None:
-            _check_limits(key_of(one), value, one.metadata["least"], one.metadata["most"])
-    check_fields(group, PlanError)
-
-
-def _check_limits(name: str, value: Any, least: float, most: float) -> None:
-    kinds: list[type] = [int]
-    noun = "a whole number"
-    if isinstance(least, float):
-        kinds.append(float)
-        noun = "a number"
-    if isinstance(value, int) and most == math.inf and value > _MOST_COUNT:
-        most = _MOST_COUNT
-    if type(value) in kinds and least <= value <= most and not math.isinf(value):
-        return
-    limits = f"of at least {least:g}"
-    if least == ABOVE_0:
-        limits = f"above 0 and at most {most:g}"
-    elif most < math.inf:
-        limits = f"from {least} to {most}"
-    raise PlanError(f"{name}: expected {noun} {limits}, got {value!r}")

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pipefit.errors import look_up
+from pipefit.spec.arguments import check_fields
 from pipefit.spec.files import check_format, parse_toml, read_text
-from pipefit.spec.options import check_least
 from pipefit.study.stopping import RULES, Rule
 from pipefit.study.trial import StudyError, StudySpec, Trial, Values, at, file_name
 
@@ -92,7 +92,7 @@ def rule_of(data: Any) -> Rule:
     numbers = {key: value for key, value in data.items() if key != "rule"}
     _check_keys(numbers, (f.name for f in fields(kind)))
     rule = kind(**numbers)
-    check_least(rule)
+    check_fields(rule, StudyError)
     return rule
 
 

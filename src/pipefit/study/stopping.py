@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from pipefit.spec.arguments import Amount, NotNegative, Number, Several
 from pipefit.spec.options import setting
 
 Losses = Mapping[int, Sequence[float]]
@@ -41,10 +42,10 @@ class Patience:
     """
 
     name: ClassVar[str] = "patience"
-    patience: int = setting(20, least=1)
-    least: float = setting(0.0, least=0.0)
-    smooth: int = setting(5, least=1)
-    min_steps: int = setting(0, least=0)
+    patience: Number = setting(20)
+    least: NotNegative = setting(0.0)
+    smooth: Number = setting(5)
+    min_steps: Amount = setting(0)
     on: On = LOSS
 
     def judge(self, trial: int, losses: Losses, alive: Collection[int]) -> str | None:
@@ -75,9 +76,9 @@ class Median:
     """
 
     name: ClassVar[str] = "median"
-    min_steps: int = setting(10, least=0)
-    every: int = setting(5, least=1)
-    min_trials: int = setting(2, least=1)
+    min_steps: Amount = setting(10)
+    every: Number = setting(5)
+    min_trials: Number = setting(2)
     on: On = LOSS
 
     def judge(self, trial: int, losses: Losses, alive: Collection[int]) -> str | None:
@@ -114,9 +115,9 @@ class Halving:
     """
 
     name: ClassVar[str] = "halving"
-    first: int = setting(10, least=1)
-    factor: int = setting(2, least=2)
-    smooth: int = setting(3, least=1)
+    first: Number = setting(10)
+    factor: Several = setting(2)
+    smooth: Number = setting(3)
     on: On = LOSS
 
     def judge(self, trial: int, losses: Losses, alive: Collection[int]) -> str | None:

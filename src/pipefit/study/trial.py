@@ -9,13 +9,15 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from pipefit.errors import PipefitError, look_up
+from pipefit.spec.arguments import MOST_THREADS, Amount, NotNegative, Number, check_fields
 from pipefit.spec.files import JsonObject
-from pipefit.spec.options import MOST_SEED, MOST_THREADS, check_least, setting
+from pipefit.spec.options import setting
 from pipefit.study.simulation import POLICIES
 from pipefit.study.stopping import HELD_OUT, Rule
 from pipefit.units import in_bytes
@@ -87,17 +89,17 @@ class Trial:
     loss: Callable[[Any, Any], Any] | None = None
     data: str | tuple[str, ...] | Callable[[int], tuple[Any, Any]] = ()
     held_out: Callable[[], Sequence[tuple[Any, Any]]] | None = None
-    evaluate: int = setting(0, least=0)
-    batch: int = setting(16, least=1)
-    microbatches: int = setting(4, least=1)
-    steps: int = setting(100, least=1)
+    evaluate: Amount = setting(0)
+    batch: Number = setting(16)
+    microbatches: Number = setting(4)
+    steps: Number = setting(100)
     optimizer: str | Callable[[list[Any]], Any] = "adamw"
-    lr: float = setting(1e-3, least=0.0)
-    warmup: int = setting(0, least=0)
+    lr: NotNegative = setting(1e-3)
+    warmup: Amount = setting(0)
     scheduler: Callable[[Any], Any] | None = None
-    clip: float = setting(0.0, least=0.0)
-    seed: int = setting(0, least=0, most=MOST_SEED)
-    shards: int = setting(0, least=0)
+    clip: NotNegative = setting(0.0)
+    seed: Amount = setting(0)
+    shards: Amount = setting(0)
     values: Values = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -111,7 +113,7 @@ class Trial:
             self._check()
 
     def _check(self) -> None:
-        check_least(self)
+        check_fields(self, StudyError)
         listed = isinstance(self.data, tuple)
         is_named = isinstance(self.model, str)
         if not callable(self.optimizer):
@@ -162,7 +164,7 @@ class StudySpec:
     """
 
     trials: tuple[Trial, ...]
-    workers: int = setting(2, "Processes, one per device.", least=1)
+    workers: Number = setting(2, "Processes, one per device.")
     policy: str = setting("lrtf", "Rule for the next trial of a free device: lrtf, fifo, round-robin or whole-task.")
     device_memory: float | str | None = setting(
         None, 'Limit of a shard on a device, as 64 << 20 or "64 MiB"; None: models are not split for it.'
@@ -173,7 +175,9 @@ class StudySpec:
         "the machine stops.",
     )
     memory: float | str | None = setting(None, "Limit on all trials there together; None: all free space.")
-    threads: int = setting(0, "CPU threads of each worker; 0: an equal share of the cores.", least=0, most=MOST_THREADS)
+    threads: Annotated[int, Meta(ge=0, le=MOST_THREADS)] = setting(
+        0, "CPU threads of each worker; 0: an equal share of the cores."
+    )
     stop: Rule | None = setting(
         None, 'Rule that stops trials early, its name, or both with numbers as {"rule": "median", "min_steps": 10}.'
     )
@@ -182,7 +186,7 @@ class StudySpec:
     device: str = setting("", 'Of the workers; "": GPUs when there are some, else the CPU.')
 
     def __post_init__(self) -> None:
-        check_least(self)
+        check_fields(self, StudyError)
         look_up(self.policy, POLICIES, "unknown policy", StudyError)
         for key in ("device_memory", "memory"):
             size = in_bytes(vars(self)[key], key)
