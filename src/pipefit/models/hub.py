@@ -144,14 +144,17 @@ def _building(name: str | Path, kind: Any) -> Iterator[None]:
 def most_tokens(model: nn.Module) -> int | None:
     """The most tokens that a model's configuration allows; 0: it does not say; None: its samples have none.
 
-    >>> from types import SimpleNamespace
-    >>> most_tokens(SimpleNamespace(config=SimpleNamespace(max_position_embeddings=512)))
-    512
+    RoBERTa and its kind have a position for padding, after which those of tokens begin.
     """
     base = without_adapters(model)
     if getattr(base, "main_input_name", "") == "pixel_values":
         return None
-    return most_positions(base.config)
+    most = most_positions(base.config)
+    for path, module in base.named_modules():
+        padding = getattr(module, "padding_idx", None)
+        if path.endswith(".position_embeddings") and padding is not None:
+            return most - padding - 1
+    return most
 
 
 def tokenizer_of(folder: str | Path) -> Any:

@@ -232,7 +232,7 @@ class Walk:
         roots = [leaf for leaf in ends if leaf.requires_grad and not leaf.is_leaf]
         scalars = [leaf for leaf in roots if not leaf.dim()]
         seed_bytes = num_bytes(scalars) if scalars else None
-        weights = list(self._used)
+        weights = list(self._used | _trained_in(roots))
         ways = gradients_of(self._counter, scalars or roots, self._leaves, weights)
         figures = figures_of(begun_by(weighed("", self._leaves, ends, self._seen.values(), weights), seed_bytes))
         self._counter.take()
@@ -283,6 +283,22 @@ class Walk:
         made = like(output)
         self.begin([leaf for leaf in tensors_of(made) if leaf.requires_grad])
         return made
+
+
+def _trained_in(roots: list[Tensor]) -> dict[Tensor, None]:
+    """The parameters in the graph that ends in these, also those that another module than their own uses."""
+    found: dict[Tensor, None] = {}
+    nodes: list[Any] = [root.grad_fn for root in roots]
+    seen = {None, *nodes}
+    for node in nodes:
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter):
+            found[variable] = None
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return found
 
 
 def _crossing(given: Any) -> list[Tensor]:
