@@ -25,7 +25,7 @@ def kernels_s(device: Device, kernels: Iterable[Kernel], ring: Ring = _ALONE) ->
         kernels: in any order.
         ring: of the devices that share a layer.
     """
-    return sum(_kernel_s(device, kernel, ring) for kernel in kernels)
+    return sum(kernel.times * _kernel_s(device, kernel, ring) for kernel in kernels)
 
 
 def _kernel_s(device: Device, kernel: Kernel, ring: Ring) -> float:

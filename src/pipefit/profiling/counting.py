@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from pipefit.cost.kernels import ROWS
 from pipefit.parallel.region import Exchange
+from pipefit.profiling.loops import LongLoopError
 from pipefit.profiling.survey import storage_key
 from pipefit.profiling.tensors import num_bytes, tensors_of
 from pipefit.spec.counted import Kernel, Kernels
@@ -41,6 +42,7 @@ class KernelCount(TorchDispatchMode):
     Attributes:
         kernels: those since the last `take`.
         in_8_bits: storages of weights whose products, and those of their gradients, take numbers of 8 bits.
+        most: kernels between two calls of `take`.
     """
 
     def __init__(self, exchanges: list[Exchange]) -> None:
@@ -48,6 +50,7 @@ class KernelCount(TorchDispatchMode):
         self._exchanges = exchanges
         self.kernels: list[Kernel] = []
         self.in_8_bits: set[int] = set()
+        self.most = math.inf
 
     def take(self) -> Kernels:
         """The kernels since the last call, the exchanges at the end."""
@@ -61,12 +64,18 @@ class KernelCount(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Args = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs the operation and notes it."""
+        """Runs the operation and notes it.
+
+        Raises:
+            LongLoopError: there are too many kernels.
+        """
         kwargs = dict(kwargs or {})
         result = func(*args, **kwargs)
         packet = func.overloadpacket
         if _only_looks(func):
             return result
+        if len(self.kernels) > self.most:
+            raise LongLoopError(self.take())
         products = _products(func, args, result)
         if products:
             size = args[0].element_size()

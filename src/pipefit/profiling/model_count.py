@@ -11,8 +11,9 @@ with inputs that are known is not run again; new tensors in the form of its outp
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.func import functional_call
 from pipefit.cutting.anatomy import blocks_of
 from pipefit.cutting.own import Call, random_batch, result
 from pipefit.cutting.tensor_plan import tensor_rules
-from pipefit.errors import ModelError
+from pipefit.errors import ModelError, ProfileError
 from pipefit.parallel import Mesh, Ruled, shard_layers, widths_of
 from pipefit.parallel.region import Exchange, IsolatedRegion
 from pipefit.profiling.analytic import (
@@ -36,9 +37,10 @@ from pipefit.profiling.analytic import (
     pretended_state,
 )
 from pipefit.profiling.counting import KernelCount, pretended
+from pipefit.profiling.loops import CountedBlock, LongLoopError, longer
 from pipefit.profiling.survey import Storages, begun_by, saved_storages, shared_weights, storage_key, weighed
-from pipefit.profiling.tensors import num_bytes, tensors_of
-from pipefit.spec.counted import Counted, LayerCount
+from pipefit.profiling.tensors import Run, num_bytes, tensors_of
+from pipefit.spec.counted import Counted, Kernels, LayerCount
 from pipefit.stage.compiler import Forward, Forwards
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import in_mode, replaced_forwards
@@ -46,6 +48,12 @@ from pipefit.stage.stage import in_mode, replaced_forwards
 Named = list[tuple[str, LayerCount]]
 """The layers of a model with their counts."""
 
+
+Follow = Callable[[str, Kernels], CountedBlock]
+"""Gives the count of a block by its path and the kernels with which its forward begins."""
+
+_MOST = 500
+"""Kernels in the forward of a block that is run, at most, unless it has no loop over tokens."""
 
 _SIZES = (37, 53)
 """Micro-batch sizes at which layers are counted: sizes of models are seldom multiples of these, or of one more."""
@@ -71,10 +79,8 @@ def count_model(
     columns: list[Named] = []
     shared = []
     for width in chosen:
-        model = make()
-        counter = KernelCount(_share(model, width))
         for size in _SIZES:
-            found = count_whole(model, random_batch(model, size, tokens=tokens), counter, fp8)
+            found = count_whole(make, width, size, fp8, tokens)
             columns.append(found.layers)
         shared.append(shared_weights(found.weights))
     kinds: list[tuple[LayerCount, ...]] = []
@@ -120,27 +126,36 @@ def _share(model: nn.Module, width: int) -> list[Exchange]:
     return region.exchanges
 
 
-def count_whole(model: nn.Module, batch: Mapping[str, Tensor], counter: KernelCount, fp8: bool = False) -> Walk:
+def count_whole(make: Callable[[], nn.Module], width: int, size: int, fp8: bool, tokens: int) -> Walk:
     """The layers of a model: the code before its blocks, each block, the code after them with the loss.
 
     Weights that the forward does not need, such as those of pictures, are in the first layer, and do not train.
 
     Args:
-        model: of transformers; its weights may be on the meta device.
-        batch: of which only shapes and types matter.
-        counter: of kernels.
+        make: as of `count_model`.
+        width: devices that share each layer.
+        size: of a micro-batch.
         fp8: as of `count_model`.
+        tokens: as of `count_model`.
 
     Raises:
         ModelError: it has no blocks, or its forward cannot be run without numbers.
     """
+    model = make()
+    counter = KernelCount(_share(model, width))
+    batch = random_batch(model, size, tokens=tokens)
+    short = cache(partial(count_whole, make, width, size, fp8))
+
+    def follow(path: str, begun: Kernels) -> CountedBlock:
+        return longer(lambda length: short(length).blocks[path], tokens, begun)
+
     blocks = blocks_of(model)
     kind = type(model).__name__
     if not blocks:
         raise ModelError(f"{kind} has no list of blocks, so its layers are not known; measure it (`pipefit profile`)")
     args, kwargs = Call.of(model)(batch)
     with in_mode(True, model), pretended(), torch.enable_grad():
-        found = Walk(model, blocks, counter, fp8)
+        found = Walk(model, blocks, counter, fp8, follow)
         try:
             with replaced_forwards(found.forwards), _one_sequence_each():
                 found.begin([])
@@ -174,23 +189,34 @@ class Walk:
         blocks: by path.
         counter: of kernels.
         fp8: as of `count_model`.
+        follow: gives the count of a block by its path and the kernels with which its forward begins, or raises.
 
     Attributes:
         state: fake tensors by name.
         forwards: of the blocks, and of other modules with weights of their own.
         layers: counted so far.
-        weights: of each.
+        blocks: by path, without the code after them.
+        weights: of each layer.
     """
 
-    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], counter: KernelCount, fp8: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        counter: KernelCount,
+        fp8: bool,
+        follow: Follow,
+    ) -> None:
         self.layers: Named = []
+        self.blocks: dict[str, CountedBlock] = {}
         self.weights: list[list[Tensor]] = []
         self.state = pretended_state(model, None)
         self.forwards: Forwards = {}
         self._counter = counter
         self._fp8 = fp8
+        self._follow = follow
         self._persistent = {storage_key(tensor) for tensor in self.state.values()}
-        self._known: dict[Any, tuple[LayerCount, Any]] = {}
+        self._known: dict[Any, CountedBlock] = {}
         self._context = contextlib.ExitStack()
         inside = {part for block in blocks.values() for part in block.modules()}
         for path, block in blocks.items():
@@ -261,7 +287,7 @@ class Walk:
         given = (args, kwargs)
         entering = _crossing(given)
         self.end(entering)
-        if path in dict(self.layers):
+        if path in self.blocks:
             raise ModelError(f"{path} is called twice in a forward, so it would be in two layers")
         form = forms_of(given)
         key = kind, repr(form)
@@ -271,18 +297,33 @@ class Walk:
                 args, kwargs = given
                 return forward(*args, **kwargs)
 
-            if self._fp8:
-                self._counter.in_8_bits = set(map(storage_key, weights))
-            count, output = count_layer(self._counter, run, form, weights, self._persistent)
-            self._counter.in_8_bits = set()
+            count, output = self._counted(path, run, form, weights)
             figures = {**count.figures, "input_bytes": num_bytes(entering)}
-            self._known[key] = replace(count, figures=figures), forms_of(output)
+            self._known[key] = replace(count, figures=figures), output
+        self.blocks[path] = self._known[key]
         count, output = self._known[key]
         self.layers.append((path, count))
         self.weights.append(weights)
         made = like(output)
         self.begin([leaf for leaf in tensors_of(made) if leaf.requires_grad])
         return made
+
+    def _counted(self, path: str, run: Run, form: Any, weights: list[Tensor]) -> CountedBlock:
+        """The count of a block; one with many kernels follows from short sequences, or is run whole."""
+        if self._fp8:
+            self._counter.in_8_bits = set(map(storage_key, weights))
+        self._counter.most = _MOST
+        try:
+            count, output = count_layer(self._counter, run, form, weights, self._persistent)
+        except LongLoopError as loop:
+            self._counter.most = math.inf
+            with contextlib.suppress(ModelError, ProfileError):
+                return self._follow(path, *loop.args)
+            count, output = count_layer(self._counter, run, form, weights, self._persistent)
+        finally:
+            self._counter.most = math.inf
+            self._counter.in_8_bits = set()
+        return count, forms_of(output)
 
 
 def _trained_in(roots: list[Tensor]) -> dict[Tensor, None]:

@@ -33,10 +33,12 @@ class Kernel(msgspec.Struct, frozen=True, array_like=True):
             pass: (FLOP, bytes moved);
             sum, gathered, scattered: (bytes): exchanged by the devices that share a layer.
         sizes: numbers in this order.
+        times: number of equal kernels that it stands for, in the iterations of a loop.
     """
 
     kind: str
     sizes: tuple[float, ...]
+    times: float = 1
 
     @property
     def model_flops(self) -> float:
@@ -47,10 +49,10 @@ class Kernel(msgspec.Struct, frozen=True, array_like=True):
         """
         if self.kind in PRODUCTS:
             count, m, n, k, _ = self.sizes
-            return 2 * count * m * n * k
+            return 2 * count * m * n * k * self.times
         if self.kind in EXCHANGES:
             return 0.0
-        return self.sizes[0]
+        return self.sizes[0] * self.times
 
 
 Kernels = tuple[Kernel, ...]
@@ -108,7 +110,7 @@ class LayerCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 sizes = tuple(map(mixed, one.sizes, two.sizes))
                 if one.kind in PRODUCTS:
                     sizes = tuple(ceil(size - _ROUNDING) for size in sizes)
-                found.append(Kernel(one.kind, sizes))
+                found.append(Kernel(one.kind, sizes, mixed(one.times, two.times)))
             return tuple(found)
 
         return LayerCount(
