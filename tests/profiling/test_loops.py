@@ -61,6 +61,7 @@ def work(counted):
         ("MambaForCausalLM", MAMBA, 200, True),
         ("FalconMambaForCausalLM", MAMBA, 200, True),
         ("JambaForCausalLM", JAMBA, 200, True),
+        ("JambaForCausalLM", JAMBA | {"num_experts": 16}, 200, True),  # tokens of an expert are no whole number
         ("RecurrentGemmaForCausalLM", GRIFFIN, 200, True),
         # Chunks, and no loop: too many kernels, which do not follow from short sequences.
         ("Mamba2ForCausalLM", MAMBA2 | {"num_hidden_layers": 2, "vocab_size": 50}, 20, False),

@@ -24,9 +24,10 @@ from pipefit.profiling import count_model, profile_layers
 from pipefit.profiling.analytic import layer_costs
 from pipefit.profiling.counting import KernelCount, pretended
 from pipefit.spec import Profile
+from pipefit.spec.counted import Kernel, LayerCount
 from pipefit.stage.split import named_layers
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).parent / "configurations"
@@ -142,6 +143,17 @@ def test_weights_that_another_module_uses_have_gradients():
     profile = counted_profile(found, "", 1, H100.device)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert profile.weights_of(range(len(profile))) == (weights, weights)
+
+
+def test_a_model_that_its_first_forward_changes_is_counted_as_changed():
+    """BigBird takes whole attention from a short sequence on."""
+    name = "transformers:BigBirdForMaskedLM"
+    options = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
+    model = transformers.BigBirdForMaskedLM(transformers.BigBirdConfig(**options))
+    ids = torch.zeros(2, 64, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert 2 * count(name, 64, **options).flops == counter.get_total_flops()
 
 
 def test_grouped_keys_are_counted_where_torch_does_not_know_them(monkeypatch):
@@ -331,3 +343,9 @@ def test_replays_keep_the_input_of_a_block_or_all_but_the_scores():
     figures = llama().at(2)[1].figures
     assert figures["input_bytes"] == 2 * 128 * 256 * 2
     assert figures["input_bytes"] < figures["selective_bytes"] <= figures["saved_bytes"]
+
+
+def test_a_layer_whose_kernels_differ_from_one_size_to_another_is_refused():
+    kernel = Kernel("pass", (1.0, 1.0))
+    with pytest.raises(ProfileError, match="differ from one micro-batch to another"):
+        LayerCount({}, (kernel,)).towards(LayerCount({}, (kernel, kernel)), 2.0)

@@ -54,12 +54,12 @@ def longer(block: Callable[[int], CountedBlock], tokens: int, begun: Kernels) ->
     (low, small), (high, large), (more, _) = (block(first + index * _STEP) for index in range(3))
     low, high, more = (_folded(one, low, high, 1 + index * _STEP) for index, one in enumerate((low, high, more)))
     steps = tokens // _STEP - 1
-    found = low.towards(high, steps)
+    found = low.towards(high, steps, whole=False)
     body = tuple(replace(kernel, times=1) for kernel in found.forward if kernel.times > 1)
     front = [kernel.times > 1 for kernel in found.forward].index(True) if body else 0
     expected = found.forward[:front] + body * len(begun)
     # Attention takes many rows at a time, which short samples do not have.
-    if low.towards(high, 2) != more or expected[: len(begun)] != begun or found.cores:
+    if low.towards(high, 2, whole=False) != more or expected[: len(begun)] != begun or found.cores:
         raise ProfileError("a block has no loop over tokens that is known from its begin")
 
     def form(one: Any, two: Any) -> Any:

@@ -92,8 +92,13 @@ class LayerCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.cores + after.cores,
         )
 
-    def towards(self, other: LayerCount, share: float) -> LayerCount:
+    def towards(self, other: LayerCount, share: float, *, whole: bool = True) -> LayerCount:
         """The layer at a share of the way to another micro-batch size.
+
+        Args:
+            other: counted at that size.
+            share: of the way.
+            whole: sizes of products are rounded up.
 
         Raises:
             ProfileError: it has other kernels there.
@@ -108,7 +113,7 @@ class LayerCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             found = []
             for one, two in zip(ones, twos, strict=True):
                 sizes = tuple(map(mixed, one.sizes, two.sizes))
-                if one.kind in PRODUCTS:
+                if whole and one.kind in PRODUCTS:
                     sizes = tuple(ceil(size - _ROUNDING) for size in sizes)
                 found.append(Kernel(one.kind, sizes, mixed(one.times, two.times)))
             return tuple(found)
