@@ -156,6 +156,14 @@ def test_a_model_that_its_first_forward_changes_is_counted_as_changed():
     assert 2 * count(name, 64, **options).flops == counter.get_total_flops()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_experts_are_counted_in_types_of_which_torch_does_not_know_the_form_of_grouped_products(dtype):
+    name = "transformers:MixtralForCausalLM"
+    options = SMALL | {"num_local_experts": 4}
+    found = count_model(lambda: without_weights(name, options).to(dtype), 32)
+    assert found.flops == count(name, 32, **options).flops
+
+
 def test_grouped_keys_are_counted_where_torch_does_not_know_them(monkeypatch):
     """Before 2.13 torch's own count of FLOP raised an AssertionError for fewer heads of keys than of queries."""
 

@@ -325,7 +325,7 @@ def count_layer(
     selective_bytes = None
     if cores:
         chosen: Storages = {}
-        with saved_storages(chosen, persistent), AttentionCores(partial(replayed, preserve_rng_state=False)):
+        with counter, saved_storages(chosen, persistent), AttentionCores(partial(replayed, preserve_rng_state=False)):
             run(payload)
         selective_bytes = bytes_of(chosen.values())
     bare = weighed("", inputs, output, seen.values(), weights)
