@@ -28,12 +28,14 @@ class LayerBytes(NamedTuple):
         weights: in a record, each aligned.
         states: of the optimizer, likewise.
         buffers: bytes that stay on the device while the layer's weights are away.
+        num_tensors: number of its parameters that train, each of which has a gradient while the layer is on the device.
         gradients: of the weights that train, as they lie in a record.
     """
 
     weights: float
     states: float
     buffers: float = 0.0
+    num_tensors: int = 0
     gradients: float = 0.0
 
 

@@ -110,7 +110,7 @@ def sizes_of(layers: Sequence[NamedLayer], optimizer: MakeOptimizer, copies: int
 
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         states = laid_out_bytes(spec.like for spec in states_of(parameters))
-        return LayerBytes(record(parameters), states, staying, record(trained))
+        return LayerBytes(record(parameters), states, staying, len(trained), record(trained))
 
     found = []
     for layer in layers:
