@@ -79,8 +79,6 @@ def test_what_cannot_be_counted_is_refused_in_one_message(capsys, tmp_path):
         ([*SMALL, "--sequence", "9000"], "allows at most 8192 (max_position_embeddings)"),
         # Positions begin after that of the padding.
         (["--model", "transformers:RobertaModel", "--sequence", "511"], "allows at most 510"),
-        # Positions begin after that of the padding.
-        (["--model", "transformers:RobertaModel", "--sequence", "511"], "allows at most 510"),
         (["--model", str(FOLDER / "t5-base.json")], "give --sequence"),
         (["--model", str(FOLDER / "vit-base.json"), "--sequence", "12"], "takes no text"),
         (["--model", "transformers:Gemma4AssistantForCausalLM"], "Gemma4AssistantForCausalLM cannot be built"),

@@ -164,22 +164,6 @@ def test_experts_are_counted_in_types_of_which_torch_does_not_know_the_form_of_g
     assert found.flops == count(name, 32, **options).flops
 
 
-def test_weights_that_another_module_uses_have_gradients():
-    """MobileBERT's head multiplies by the tables of two modules whose forwards it does not call; one is tied."""
-    name = "transformers:MobileBertForMaskedLM"
-    options = {"num_hidden_layers": 2, "vocab_size": 2000}
-    found = count(name, 16, **options)
-    model = without_weights(name, options)
-    model.set_attn_implementation("eager")
-    ids = torch.zeros(2, 16, dtype=torch.long, device="meta")
-    with FlopCounterMode(display=False) as counter:
-        model(input_ids=ids, labels=ids).loss.backward()
-    assert 2 * found.flops == counter.get_total_flops()
-    profile = counted_profile(found, "", 1, H100.device)
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    assert profile.weights_of(range(len(profile))) == (weights, weights)
-
-
 def test_grouped_keys_are_counted_where_torch_does_not_know_them(monkeypatch):
     """Before 2.13 torch's own count of FLOP raised an AssertionError for fewer heads of keys than of queries."""
 
