@@ -26,6 +26,9 @@ from pipefit.runtime.waits import where
 GRACE_S = 2.0
 """After a first failure, for those of the other ranks and for their end."""
 
+_REAP_S = 10.0
+"""For the exit code of a process whose pipe has closed: on a busy machine it comes later."""
+
 _SETTLE_S = 0.2
 """After a death, which is a first cause, for outcomes that are on their way."""
 
@@ -121,7 +124,7 @@ def collect(
             try:
                 kind, what = pipe.recv()
             except (EOFError, OSError):  # reset, where a word of the launcher was not read
-                processes[process].join(GRACE_S)
+                processes[process].join(_REAP_S)
                 kind, what = "died", processes[process].exitcode
             if kind in WORDS:
                 survivors.hears(process, kind, what)

@@ -22,6 +22,7 @@ from pipefit.parallel.shared_stores import SharedGradientsStore, SharedWeightsSt
 from pipefit.parallel.weights import Store, WeightStore
 from pipefit.spec.plan import Shard
 from pipefit.spill.rank import Spilling
+from pipefit.stage.accelerator import is_accelerator
 from pipefit.stage.compiler import compiled_forwards
 from pipefit.stage.optimizing import optimizer_of, scheduler_of
 from pipefit.stage.payload import Structure
@@ -305,6 +306,8 @@ def layers_of(workers: Iterable[Worker]) -> Iterator[NamedLayer]:
 def follow_model(workers: Iterable[Worker], model: Sequence[NamedLayer]) -> None:
     """Gives copies of layers in one process the weights and modes of the user's own, who may have changed these.
 
+    Weights on a GPU stay as they are: to compare them the host would wait in every step.
+
     Args:
         workers: of this process, between two programs.
         model: all of its layers.
@@ -318,9 +321,11 @@ def follow_model(workers: Iterable[Worker], model: Sequence[NamedLayer]) -> None
         for own, weight in zip(layer.module.parameters(), given.parameters(), strict=False):
             own.requires_grad = weight.requires_grad
             can_differ = own is not weight and own.shape == weight.shape
+            if not can_differ or is_accelerator(own.device):
+                continue
             is_there = not is_absent(own) and not is_absent(weight)
             # A copy in memory of weights that nobody has written to stays the newest.
-            if can_differ and is_there and not torch.equal(own, weight):
+            if is_there and not torch.equal(own, weight):
                 own.copy_(weight)
 
 
