@@ -196,7 +196,7 @@ ACCEPTED: dict[str, dict[str, str]] = {
         "compile": "True text escape empty",
     },
     "Updates": {
-        "clip_norm": "None 0 1.5 huge",
+        "clip_norm": "None 0 1.5",
         "seed": "0",
         "no_decay": "text escape empty list texts",
         "scheduler": " ".join(WRONG),  # a Pipeline checks it
@@ -224,10 +224,10 @@ ACCEPTED: dict[str, dict[str, str]] = {
         "held_out": "None class",
         "evaluate": "0",
         "optimizer": "class",
-        "lr": "0 1.5 huge",
+        "lr": "0 1.5",
         "warmup": "0",
         "scheduler": "None class",
-        "clip": "0 1.5 huge",
+        "clip": "0 1.5",
         "seed": "0",
         "shards": "0",
         "values": "dict named",

@@ -26,22 +26,22 @@ LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "
 
 
 def counted(monkeypatch, name, options, most, tokens=100):
-    """The count where forwards of blocks have at most so many kernels, and how often blocks are run whole."""
+    """The count where a forward of a block has at most so many kernels; how many blocks follow from short sequences."""
     monkeypatch.setattr(model_count, "_MOST", most)
     followed = []
 
     def noted(*args):
-        found = loops.longer(*args)
+        found = loops.extrapolated(*args)
         followed.append(found)
         return found
 
-    monkeypatch.setattr(model_count, "longer", noted)
+    monkeypatch.setattr(model_count, "extrapolated", noted)
     found = count_model(lambda: without_weights(f"transformers:{name}", options), tokens)
     return found, len(followed)
 
 
 def work(counted):
-    """What each layer does, with the kernels of iterations one by one, at both sizes."""
+    """The figures of each layer, and how often it runs each kernel, at both sizes."""
     found = []
     for kind in counted.kinds:
         for count in counted.counts[kind]:

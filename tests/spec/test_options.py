@@ -32,5 +32,10 @@ def test_a_name_of_no_option_is_refused_with_the_nearest():
 
 
 def test_a_count_too_large_for_a_float_is_refused():
-    with pytest.raises(PlanError, match=r"steps: expected at most 2\^63, got a number of 1329 bits"):
-        check_fields(RunConfig(steps=10**400), PlanError)
+    for steps, message in (
+        (10**400, r"steps: expected at most 2\^63, got a number of 1329 bits"),
+        (10**15 + 1, r"steps: expected at most 10\^15, got a number of 50 bits"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            check_fields(RunConfig(steps=steps), PlanError)
+    check_fields(RunConfig(steps=10**15, updates=Updates(seed=2**63 - 1)), PlanError)

@@ -90,7 +90,7 @@ def take(
     Raises:
         ModelError: they are of another model or optimizer; nothing was changed.
     """
-    pipeline.engine.check_open()
+    pipeline.engine.check_weights()
     session = pipeline.session
     takers = []
 

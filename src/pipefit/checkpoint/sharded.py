@@ -90,7 +90,7 @@ class Sharing:
 
     def __init__(self, pipeline: Trained) -> None:
         if pipeline.program.header.spill is not None:
-            pipeline.engine.check_open()
+            pipeline.engine.check_weights()
         self._pipeline = pipeline
         self._ranks = pipeline.plan.placement.ranks
         self._found: dict[int, _Wholes] = defaultdict(dict)

@@ -46,7 +46,7 @@ def load_whole(pipeline: Trained, state: Mapping[str, Tensor]) -> None:
     Raises:
         ModelError: a name is missing, unknown or has another shape, or names of one weight have different values.
     """
-    pipeline.engine.check_open()
+    pipeline.engine.check_weights()
     forms = _forms(pipeline)
     plain = [layer for layer in pipeline.layers if _reads_as_torch(layer.module)]
     # Other layers may read further names, such as older ones.

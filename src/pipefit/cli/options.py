@@ -18,15 +18,16 @@ from cyclopts import UNSET, CoercionError, Parameter, Token, convert
 from msgspec import Meta
 
 from pipefit.errors import PipefitError
-from pipefit.spec.arguments import MOST_THREADS, Amount, Number, Several, kind_of
+from pipefit.spec import arguments
+from pipefit.spec.arguments import MOST_THREADS, Number, Several, kind_of
 from pipefit.spec.options import as_flat, flag_of, from_flat, key_of, options_of, setting
 from pipefit.units import parse_quantity
 
 PICTURES = (".svg", ".html", ".png", ".trace.json", ".pipe", ".txt")
 """The suffixes that `-o` of a picture takes; a test compares them with `pipefit.draw.SUFFIXES`."""
 
-_MOST = 1e30
-"""Largest cost and time."""
+_TOO_MUCH = 1e30
+"""Costs and times are below it."""
 
 Tokens = Sequence[Token]
 Read = Callable[[Any, Tokens], Any]
@@ -158,12 +159,12 @@ def _pairs(kind: Any, tokens: Tokens) -> dict[str, int]:
 
 
 Count = Annotated[int, within(Number)]
-Seed = Annotated[int, within(Amount)]
+Seed = Annotated[int, within(arguments.Seed)]
 Threads = Annotated[int, within(Annotated[int, Meta(ge=1, le=MOST_THREADS)])]
 Counts = Annotated[tuple[int, ...], _each(Number)]
-Figures = Annotated[tuple[float, ...], _each(Annotated[float, Meta(gt=0, le=_MOST)])]
+Figures = Annotated[tuple[float, ...], _each(Annotated[float, Meta(gt=0, lt=_TOO_MUCH)])]
 Pairs = Annotated[list[str], Parameter(converter=_pairs)]
-Time = Annotated[int | float, within(Annotated[float, Meta(ge=0, le=_MOST)])]
+Time = Annotated[int | float, within(Annotated[float, Meta(ge=0, lt=_TOO_MUCH)])]
 Size = Annotated[float, Parameter(converter=_size, metavar="BYTES")]
 Json = Annotated[bool, Parameter(help="One JSON object on stdout, and nothing else there.")]
 Picture = Annotated[Path | None, ending(*PICTURES, alias="-o")]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipefit.spec.arguments import Amount, NotNegative, Number
+from pipefit.spec.arguments import NotNegative, Number, Seed
 from pipefit.spec.options import Checked, setting
 
 STRATEGIES = {
@@ -71,7 +71,7 @@ class CompareConfig(Checked):
     chunks: Number = setting(2, "Stages per rank of the looped schedules.", "-v")
     optimizer: Literal["adamw", "adam", "sgd"] = setting("adamw", "Of every strategy.")
     lr: NotNegative = setting(1e-3, "Learning rate.")
-    seed: Amount = setting(0, "Of weights, the order of the data, and dropout.")
+    seed: Seed = setting(0, "Of weights, the order of the data, and dropout.")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -221,13 +221,15 @@ def end_run(workers: Sequence[Worker], finished: bool) -> None:
             worker.spilling.tier.close(discard=finished)
 
 
-def release_run(engine: Engine) -> None:
-    """Closes the tiers of a run, and gives the weights of its model memory of their own."""
+def release_run(engine: Engine, header: Header) -> None:
+    """Closes the tiers of a run, and gives the weights of its model memory of their own; they may stay in parts."""
     release(engine.mesh)
     for worker in engine.workers:
         if worker.spilling:
             worker.spilling.close()
         worker.let_go()
+    is_in_parts = header.tensor > 1 or header.spill is not None or header.shard == "weights"
+    engine.has_weights = not is_in_parts
 
 
 def _host_share(

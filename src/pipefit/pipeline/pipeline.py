@@ -486,7 +486,7 @@ class Pipeline:
         parallelism stay in parts. These, and one whose replicas shared weights, cannot be run by the pipeline
         afterwards. Worker processes of a loader end.
         """
-        if self.engine.is_closed:
+        if not self.engine.has_weights:
             return
         self._position.resume(None)
         # A unit may be repeated, so it changes nothing.
@@ -495,6 +495,4 @@ class Pipeline:
         if self._is_lent_whole:
             give_back(self.layers, state)
             self._is_lent_whole = False
-        release_run(self.engine)
-        header = self.program.header
-        self.engine.is_closed = header.tensor > 1 or header.spill is not None or header.shard == "weights"
+        release_run(self.engine, self.program.header)

@@ -1,6 +1,6 @@
 """Blocks that loop over tokens, from their counts at three short lengths: a longer sample has more iterations.
 
-A kernel is identified by its place, not by its sizes: from the begin of its pass, from the end, or in an iteration.
+A kernel is identified by its place, not by its sizes: from the beginning of its pass, from the end, or in an iteration.
 
     first length    front  1 iteration                 back
     second          front  1 + 13 iterations           back
@@ -34,11 +34,11 @@ class LongLoopError(Exception):
     """A forward has too many kernels to run; its argument is the kernels with which it begins."""
 
 
-def longer(block: Callable[[int], CountedBlock], tokens: int, begun: Kernels) -> CountedBlock:
+def extrapolated(block: Callable[[int], CountedBlock], tokens: int, begun: Kernels) -> CountedBlock:
     """The count of a block for more tokens, with the form of its output.
 
-    It follows from the two shortest lengths. The third must follow from them too, and so must the begin of the forward
-    at the length itself. What differs only after it, such as a branch at 5,000 tokens, would not be seen.
+    It follows from the two shortest lengths. The third must follow from them too, and so must the beginning of the
+    forward at the length itself. What differs only after it, such as a branch at 5,000 tokens, would not be seen.
 
     Args:
         block: counted, by the tokens of a sample.
@@ -51,8 +51,10 @@ def longer(block: Callable[[int], CountedBlock], tokens: int, begun: Kernels) ->
     first = _STEP + tokens % _STEP
     if tokens < 4 * _STEP:
         raise ProfileError("too short")
-    (low, small), (high, large), (more, _) = (block(first + index * _STEP) for index in range(3))
-    low, high, more = (_folded(one, low, high, 1 + index * _STEP) for index, one in enumerate((low, high, more)))
+    (shortest, small), (middle, large), (longest, _) = (block(first + index * _STEP) for index in range(3))
+    low, high, more = (
+        _folded(count, shortest, middle, 1 + index * _STEP) for index, count in enumerate((shortest, middle, longest))
+    )
     steps = tokens // _STEP - 1
     found = low.towards(high, steps, whole=False)
     body = tuple(replace(kernel, times=1) for kernel in found.forward if kernel.times > 1)
@@ -60,7 +62,7 @@ def longer(block: Callable[[int], CountedBlock], tokens: int, begun: Kernels) ->
     expected = found.forward[:front] + body * len(begun)
     # Attention takes many rows at a time, which short samples do not have.
     if low.towards(high, 2, whole=False) != more or expected[: len(begun)] != begun or found.cores:
-        raise ProfileError("a block has no loop over tokens that is known from its begin")
+        raise ProfileError("a block has no loop over tokens that is known from its beginning")
 
     def form(one: Any, two: Any) -> Any:
         if not isinstance(one, Tensor):

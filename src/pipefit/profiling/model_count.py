@@ -37,7 +37,7 @@ from pipefit.profiling.analytic import (
     pretended_state,
 )
 from pipefit.profiling.counting import KernelCount, pretended
-from pipefit.profiling.loops import CountedBlock, LongLoopError, longer
+from pipefit.profiling.loops import CountedBlock, LongLoopError, extrapolated
 from pipefit.profiling.survey import Storages, begun_by, saved_storages, shared_weights, storage_key, weighed
 from pipefit.profiling.tensors import Run, num_bytes, tensors_of
 from pipefit.spec.counted import Counted, Kernels, LayerCount
@@ -147,7 +147,7 @@ def count_whole(make: Callable[[], nn.Module], width: int, size: int, fp8: bool,
     short = cache(partial(count_whole, make, width, size, fp8))
 
     def follow(path: str, begun: Kernels) -> CountedBlock:
-        return longer(lambda length: short(length).blocks[path], tokens, begun)
+        return extrapolated(lambda length: short(length).blocks[path], tokens, begun)
 
     blocks = blocks_of(model)
     kind = type(model).__name__

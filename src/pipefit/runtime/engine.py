@@ -48,14 +48,14 @@ class Engine:
         mesh: the processes that share this process's rank.
         metric_names: of the metrics that the loss returns, the same on every rank; None: not known yet.
         is_lost: whether a step has failed after some of its updates.
-        is_closed: whether the weights were given back in parts, or their tiers are closed.
+        has_weights: whether they can be used: not once they were given back in parts, or their tiers were closed.
     """
 
     def __init__(self, workers: Sequence[Worker], num_stages: int, session: Session, device: torch.device) -> None:
         self.session = session
         self.device = device
         self.metric_names: tuple[str, ...] | None = None
-        self.is_closed = False
+        self.has_weights = True
         self._between: DistributedTransport | None = None
         self._moments = Moments(device) if is_accelerator(device) else None
         self.take(workers, num_stages, session)
@@ -106,13 +106,13 @@ class Engine:
         sent = sum(transport.bytes_sent for transport in self.transports)
         return float(sent), inside
 
-    def check_open(self) -> None:
+    def check_weights(self) -> None:
         """Checks that the weights can be used.
 
         Raises:
             PipefitError: they cannot, after the pipeline was closed.
         """
-        if self.is_closed:
+        if not self.has_weights:
             raise PipefitError(
                 "the Pipeline was closed, and its model (spilled, or shared by tensor parallelism or by replicas) "
                 "cannot be run by it any more: make another one, and load a checkpoint"
@@ -148,7 +148,7 @@ class Engine:
             PipefitError: a step has failed before, after some of its updates or with spilled stages; or the pipeline
                 was closed.
         """
-        self.check_open()
+        self.check_weights()
         if self.is_lost:
             raise PipefitError(
                 "a step failed after some of its updates, or with gradients of spilled stages on the way: make the "

@@ -26,6 +26,8 @@ from pipefit.errors import PipefitError
 F = TypeVar("F", bound=Callable[..., Any])
 
 _MOST = 2**63 - 1
+_MOST_COUNT = 10**15
+"""Largest whole number where there is another limit, but none above: arithmetic in floating point stays exact."""
 _SHOWN = 60
 
 Number = Annotated[int, Meta(ge=1)]
@@ -36,6 +38,9 @@ Amount = Annotated[int, Meta(ge=0)]
 
 Several = Annotated[int, Meta(ge=2)]
 """A whole number of at least 2."""
+
+Seed = Annotated[int, Meta(ge=0, le=_MOST)]
+"""A seed of random numbers."""
 
 MOST_THREADS = 1024
 """Most CPU threads of a process."""
@@ -153,8 +158,10 @@ def check_value(name: str, value: object, hint: Any, error: type[PipefitError] =
     kind = kind_of(hint)
     if kind.fits(value):
         return
-    if type(value) is int and abs(value) > _MOST:
-        raise error(f"{name}: expected at most 2^63, got a number of {value.bit_length()} bits")
+    if type(value) is int:
+        for words, most in (("2^63", _MOST), ("10^15", _MOST_COUNT)):
+            if abs(value) > most:
+                raise error(f"{name}: expected at most {words}, got a number of {value.bit_length()} bits")
     raise error(f"{name}: expected {kind.words}, got {shown_value(value)}")
 
 
@@ -202,18 +209,24 @@ def _is_one_of(value: object, known: Sequence[object]) -> bool:
     return any(type(value) is type(one) and value == one for one in known)
 
 
-_LIMITS = (("ge", operator.ge, "of at least"), ("gt", operator.gt, "above"), ("le", operator.le, "at most"))
+_LIMITS = (
+    ("ge", operator.ge, "of at least"),
+    ("gt", operator.gt, "above"),
+    ("le", operator.le, "at most"),
+    ("lt", operator.lt, "below"),
+)
 
 
 def _limited(kind: Kind, meta: Meta) -> Kind:
-    """The finite numbers of a kind within limits: `ge` or `gt`, and `le`."""
+    """The finite numbers of a kind within limits: `ge` or `gt`, and `le` or `lt`."""
     given = [(holds, getattr(meta, name), words) for name, holds, words in _LIMITS if getattr(meta, name) is not None]
     limits = " and ".join(f"{words} {limit:g}" for _, limit, words in given)
 
     def fits(value: Any) -> bool:
-        return (
-            kind.fits(value) and value <= sys.float_info.max and all(holds(value, limit) for holds, limit, _ in given)
-        )
+        most: float = sys.float_info.max
+        if isinstance(value, int) and meta.le is None:
+            most = _MOST_COUNT
+        return kind.fits(value) and value <= most and all(holds(value, limit) for holds, limit, _ in given)
 
     return Kind(fits, f"{kind.words} {limits}", f"{kind.in_list} {limits}")
 

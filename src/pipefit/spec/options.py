@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 from msgspec import Meta
 
 from pipefit.errors import PlanError, look_up
-from pipefit.spec.arguments import Amount, NotNegative, Number, check_fields
+from pipefit.spec.arguments import Amount, NotNegative, Number, Seed, check_fields
 from pipefit.spec.plan import Recompute, Shard, recompute_kind
 from pipefit.units import in_bytes
 
@@ -174,7 +174,7 @@ class Updates(Checked):
         "For an update whose loss or a gradient is not finite: stop (before any rank steps; the weights are "
         "those of the step before), skip (the next batch follows), or off (only losses, after the step).",
     )
-    seed: Amount = setting(0, "Of dropout; in a run also of weights and the order of the data.")
+    seed: Seed = setting(0, "Of dropout; in a run also of weights and the order of the data.")
     no_decay: Sequence[str] | str = setting(
         (),
         "Parts of names, like bias,norm: parameters with one in their name, or in the class of the module that "

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from pipefit.errors import PipefitError, look_up
-from pipefit.spec.arguments import MOST_THREADS, Amount, NotNegative, Number, check_fields
+from pipefit.spec.arguments import MOST_THREADS, Amount, NotNegative, Number, Seed, check_fields
 from pipefit.spec.files import JsonObject
 from pipefit.spec.options import setting
 from pipefit.study.simulation import POLICIES
@@ -98,7 +98,7 @@ class Trial:
     warmup: Amount = setting(0)
     scheduler: Callable[[Any], Any] | None = None
     clip: NotNegative = setting(0.0)
-    seed: Amount = setting(0)
+    seed: Seed = setting(0)
     shards: Amount = setting(0)
     values: Values = field(default_factory=dict)
 
