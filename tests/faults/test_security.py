@@ -140,7 +140,11 @@ def test_devices_ranks_and_trials_are_counted_before_they_are_made(tmp_path, cap
     [
         (["--lr", "nan"], "lr: expected a number of at least 0, got nan"),
         (["--lr", "-1"], "lr: expected a number of at least 0, got -1"),
-        (["--seed", "99999999999999999999999"], "seed: expected a whole number of at least 0"),
+        (
+            ["--seed", "99999999999999999999999"],
+            "--seed: expected a whole number of at least 0 and at most 9.22337e+18",
+        ),
+        (["--steps", "2000000000000000"], "--steps: expected at most 10^15, got a number of 51 bits"),
         (["--clip", "-1"], "clip: expected a number of at least 0"),
         (["--warmup", "-1"], "warmup: expected a whole number of at least 0"),
         (["--sample", "-1"], "sample: expected a whole number of at least 0"),

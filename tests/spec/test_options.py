@@ -33,7 +33,7 @@ def test_a_name_of_no_option_is_refused_with_the_nearest():
 
 def test_a_count_too_large_for_a_float_is_refused():
     for steps, message in (
-        (10**400, r"steps: expected at most 2\^63, got a number of 1329 bits"),
+        (10**400, r"steps: expected at most 10\^15, got a number of 1329 bits"),
         (10**15 + 1, r"steps: expected at most 10\^15, got a number of 50 bits"),
     ):
         with pytest.raises(PlanError, match=message):

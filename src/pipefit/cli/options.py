@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from pipefit.errors import PipefitError
 from pipefit.spec import arguments
-from pipefit.spec.arguments import MOST_THREADS, Number, Several, kind_of
+from pipefit.spec.arguments import MOST_THREADS, Number, Several, check_value
 from pipefit.spec.options import as_flat, flag_of, from_flat, key_of, options_of, setting
 from pipefit.units import parse_quantity
 
@@ -64,20 +64,25 @@ def shown(value: Any) -> str | None:
 
 
 def _wrong(tokens: Tokens, message: str) -> CoercionError:
-    return CoercionError(msg=f"{tokens[0].keyword or 'argument'}: {message}")
+    return CoercionError(msg=f"{_name_of(tokens)}: {message}")
+
+
+def _name_of(tokens: Tokens) -> str:
+    return tokens[0].keyword or "argument"
 
 
 def _reader(limited: Any) -> Read:
     """The reader of a number with limits; a whole number stays whole, so that whole costs give whole times."""
-    limits = kind_of(limited)
     kind = get_args(limited)[0]
     if kind is float:
         kind = int | float
 
     def read(_: Any, tokens: Tokens) -> Any:
         value = exact(kind, tokens)
-        if not limits.fits(value):
-            raise _wrong(tokens, f"expected {limits.words}, got {value}")
+        try:
+            check_value(_name_of(tokens), value, limited)
+        except PipefitError as error:
+            raise CoercionError(msg=str(error)) from None
         return value
 
     return read

@@ -28,6 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _MOST = 2**63 - 1
 _MOST_COUNT = 10**15
 """Largest whole number where there is another limit, but none above: arithmetic in floating point stays exact."""
+_LARGEST: Mapping[float, str] = {_MOST: "2^63", _MOST_COUNT: "10^15"}
 _SHOWN = 60
 
 Number = Annotated[int, Meta(ge=1)]
@@ -60,11 +61,13 @@ class Kind:
         fits: returns whether a value is one of them.
         words: describe one of them.
         many: describe several; "": as `words`.
+        most: the largest whole number, where `words` do not say it.
     """
 
     fits: Callable[[Any], bool]
     words: str
     many: str = ""
+    most: float = _MOST
 
     @property
     def in_list(self) -> str:
@@ -158,10 +161,8 @@ def check_value(name: str, value: object, hint: Any, error: type[PipefitError] =
     kind = kind_of(hint)
     if kind.fits(value):
         return
-    if type(value) is int:
-        for words, most in (("2^63", _MOST), ("10^15", _MOST_COUNT)):
-            if abs(value) > most:
-                raise error(f"{name}: expected at most {words}, got a number of {value.bit_length()} bits")
+    if type(value) is int and abs(value) > kind.most and kind.most in _LARGEST:
+        raise error(f"{name}: expected at most {_LARGEST[kind.most]}, got a number of {value.bit_length()} bits")
     raise error(f"{name}: expected {kind.words}, got {shown_value(value)}")
 
 
@@ -202,7 +203,8 @@ def kind_of(hint: Any) -> Kind:
 
 def _any_of(kinds: Sequence[Kind]) -> Kind:
     *others, last = [kind.words for kind in kinds]
-    return Kind(lambda value: any(kind.fits(value) for kind in kinds), f"{', '.join(others)} or {last}")
+    most = min(kind.most for kind in kinds)
+    return Kind(lambda value: any(kind.fits(value) for kind in kinds), f"{', '.join(others)} or {last}", most=most)
 
 
 def _is_one_of(value: object, known: Sequence[object]) -> bool:
@@ -222,13 +224,15 @@ def _limited(kind: Kind, meta: Meta) -> Kind:
     given = [(holds, getattr(meta, name), words) for name, holds, words in _LIMITS if getattr(meta, name) is not None]
     limits = " and ".join(f"{words} {limit:g}" for _, limit, words in given)
 
-    def fits(value: Any) -> bool:
-        most: float = sys.float_info.max
-        if isinstance(value, int) and meta.le is None:
-            most = _MOST_COUNT
-        return kind.fits(value) and value <= most and all(holds(value, limit) for holds, limit, _ in given)
+    most: float = _MOST_COUNT
+    if meta.le is not None or meta.lt is not None:
+        most = sys.float_info.max
 
-    return Kind(fits, f"{kind.words} {limits}", f"{kind.in_list} {limits}")
+    def fits(value: Any) -> bool:
+        largest = most if isinstance(value, int) else sys.float_info.max
+        return kind.fits(value) and value <= largest and all(holds(value, limit) for holds, limit, _ in given)
+
+    return Kind(fits, f"{kind.words} {limits}", f"{kind.in_list} {limits}", most)
 
 
 def _is_whole(value: object) -> bool:
