@@ -81,6 +81,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch.set_num_threads(1)
         torch.set_default_dtype(torch.float32)
         torch.manual_seed(0)
+    devices = sys.modules.get("torch.utils._device")
+    if devices is not None:
+        # It notes once which functions `with torch.device(…)` changes. If that is while transformers has replaced
+        # torch.linspace by its own, as in a first from_pretrained, the real one is missing in every later test.
+        devices._device_constructors.cache_clear()
 
 
 @pytest.fixture(scope="session")
