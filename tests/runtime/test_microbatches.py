@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pipefit.errors import DataError
-from pipefit.runtime.microbatches import cut, feed_of
+from pipefit.runtime.microbatches import cut, feed_of, pair_of
 
 X = torch.arange(8.0).view(4, 2)
 
@@ -38,3 +38,16 @@ def test_a_sparse_tensor_is_only_in_one_micro_batch():
     assert cut(sparse, 1) == [sparse]
     with pytest.raises(DataError, match=r"expected dense tensors .* microbatches=1"):
         cut(sparse, 2)
+
+
+def test_gradients_behind_a_batch_are_refused_not_lost():
+    computed, leaf = X.clone().requires_grad_() * 2, X.clone().requires_grad_()
+    for batch in ((computed, X), {"x": computed}):
+        with pytest.raises(DataError, match=r"input was computed with gradients.* detach\(\) it, or make what"):
+            pair_of(batch, trains=True)
+    for target in (computed, {"y": leaf}):
+        with pytest.raises(DataError, match=r"target requires a gradient, .* detach\(\) the target"):
+            pair_of((X, target), trains=True)
+    for batch in ((leaf, X), {"x": leaf}):
+        assert pair_of(batch, trains=True)
+    assert pair_of((computed, leaf))

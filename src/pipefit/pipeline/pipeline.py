@@ -38,6 +38,7 @@ from pipefit.pipeline.run_report import PipelineReport
 from pipefit.pipeline.training_loop import TrainingLoop
 from pipefit.runtime.calls import among_ranks, collective, rolled
 from pipefit.runtime.meeting import can_restart
+from pipefit.runtime.microbatches import pair_of
 from pipefit.runtime.replicas import verify_replicas
 from pipefit.runtime.session import Session, current
 from pipefit.runtime.worker import Worker
@@ -239,7 +240,7 @@ class Pipeline:
 
         Raises:
             ScheduleError: the schedule is asynchronous: it has no step to wait for; use `fit`.
-            DataError: the batch cannot be split into micro-batches.
+            DataError: the batch cannot be split into micro-batches, or has gradients behind it.
             NonFiniteLossError: the loss or a gradient is not finite; see `Updates.nonfinite`.
         """
         if not self.schedule.is_synchronous:
@@ -248,7 +249,7 @@ class Pipeline:
                 "fit(batches), which drains at its end"
             )
         self.comparison.batch((x, y))
-        pending = self.loop.start_step(x, y).losses
+        pending = self.loop.start_step(*pair_of((x, y), trains=True)).losses
         loss = pending.wait()[0]
         self.loop.metrics = pending.metrics[0]
         return finite(loss, self.num_updates, self.training.nonfinite)

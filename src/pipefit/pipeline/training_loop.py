@@ -247,7 +247,7 @@ class TrainingLoop:
                     pending = None
                 door.growing.admit(newcomer, before, batch)
             try:
-                started = self.start_step(*pair_of(batch))
+                started = self.start_step(*pair_of(batch, trains=True))
             except _RefusedStepError:
                 if pending:
                     self._read(pending)
@@ -267,7 +267,7 @@ class TrainingLoop:
 
         def pairs() -> Iterator[tuple[Any, Any]]:
             for batch in batches:
-                pair = pair_of(batch)
+                pair = pair_of(batch, trains=True)
                 self._engine.check(pair[0])
                 sizes.append(size_of(pair[0]))
                 # A loader may use the memory of a batch again while its micro-batches are still in flight.

@@ -169,15 +169,38 @@ def _counted(target: Any, ignored: int, classes: Tensor | None = None) -> float:
     return float(classes[target[counted].to(classes.device)].sum())
 
 
-def pair_of(batch: Any) -> tuple[Any, Any]:
+def pair_of(batch: Any, trains: bool = False) -> tuple[Any, Any]:
     """A batch as (input, target); a dict of tensors is both.
 
+    Args:
+        batch: of the user.
+        trains: it is for training.
+
     Raises:
-        DataError: it is something else.
+        DataError: it is something else; or it trains, and gradients would have to go further than to its input.
     """
     if isinstance(batch, Mapping):
         tensors = {str(name): value for name, value in batch.items() if value is not None}
-        return tensors, tensors
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        pair = tensors, tensors
+    elif isinstance(batch, tuple | list) and len(batch) == 2:
+        pair = batch[0], batch[1]
+    else:
         raise DataError(f"a batch must be a pair (input, target) or a dict of tensors, got {type(batch).__name__}")
-    return batch[0], batch[1]
+    if trains:
+        _refuse_graphs(*pair)
+    return pair
+
+
+def _refuse_graphs(x: Any, y: Any) -> None:
+    """Refuses gradients that would be lost: micro-batches and processes would need the graph behind a batch again."""
+    for leaf in pytree.tree_leaves(x):
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            raise DataError(
+                "the input was computed with gradients, which do not go further than to the input: detach() it, or "
+                "make what computes it part of the model"
+            )
+    if y is x:
+        return
+    for leaf in pytree.tree_leaves(y):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise DataError("the target requires a gradient, which only the input can have: detach() the target")

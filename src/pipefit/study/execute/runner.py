@@ -78,7 +78,7 @@ def _execution(opened: OpenTrial, turn: Turn) -> Execution:
     in_double = partial(torch.tensor, dtype=torch.float64, device=opened.worker.device)
     for stage, norms in state.norms.items():
         spilling.parts[0, stage] = [in_double(norms)]
-    batch = pair_of(opened.recipe.batch_at(opened.step))
+    batch = pair_of(opened.recipe.batch_at(opened.step), trains=True)
     count = opened.trial.microbatches
     feed = feed_of(batch, count, opened.step * count, "train", opened.recipe.weigh)
     transport = opened.engine.transports[0]
