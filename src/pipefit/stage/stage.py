@@ -256,7 +256,7 @@ class Stage:
     @contextlib.contextmanager
     def _norms_copied(self, update: int | None) -> Iterator[None]:
         """The context in which batch norms change copies of their averages; see `batchnorm.copied`."""
-        if not self.training:
+        if not (self.training and self.batchnorms):
             yield
             return
         with batchnorm.copied(self.batchnorms, update), replaced_forwards(self._norm_forwards):
