@@ -25,7 +25,7 @@ GRIFFIN = {
 LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 50}
 
 
-def counted(monkeypatch, name, options, most, tokens=100):
+def counted(monkeypatch, name, options, most, tokens=66):
     """The count where a forward of a block has at most so many kernels; how many blocks follow from short sequences."""
     monkeypatch.setattr(model_count, "_MOST", most)
     followed = []
