@@ -1,5 +1,7 @@
 """Text from stages is the text of the whole model, token by token."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -127,6 +129,38 @@ def test_text_between_steps_changes_no_step(kind):
             assert torch.equal(before, whole(model))
         losses.append(found + pipe.fit(batches))
     assert losses[0] == losses[1]
+
+
+class Merged(nn.Linear):
+    """Adds an adapter, in evaluation mode to the weight itself, as loralib does."""
+
+    is_merged = False
+
+    def train(self, mode=True):
+        if self.is_merged == mode:
+            with torch.no_grad():
+                self.weight += self.adapter if not mode else -self.adapter
+            self.is_merged = not mode
+        return super().train(mode)
+
+    def forward(self, x):
+        added = 0 if self.is_merged else nn.functional.linear(x, self.adapter)
+        return super().forward(x) + added
+
+
+def test_text_leaves_adapters_as_they_were_that_are_merged_for_it():
+    model = model_of()
+    for layer in model.model.layers:
+        merged = Merged(32, 32, bias=False).double()
+        merged.adapter = nn.Parameter(torch.randn(32, 32, dtype=torch.float64) / 4)
+        layer.self_attn.q_proj = merged
+    text = whole(model)
+    pipe = pf.Pipeline(model, optimizer=sgd, stages=2, microbatches=2)
+    assert torch.equal(pipe.generate(*prompts(), max_new_tokens=NEW), text)
+    before = copy.deepcopy(model)
+    pipe.fit([random_batch(model, 4)])
+    for layer, untrained in zip(model.model.layers, before.model.layers, strict=True):
+        assert not torch.equal(layer.self_attn.q_proj.adapter, untrained.self_attn.q_proj.adapter)
 
 
 def test_each_token_is_one_forward_and_only_its_hidden_states_travel():

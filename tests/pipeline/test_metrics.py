@@ -118,6 +118,15 @@ def test_metrics_are_weighted_like_the_loss():
     assert pipe.metrics == {"same": pytest.approx(value, rel=1e-12)}
 
 
+def test_an_evaluation_that_is_weighted_by_tensors_is_a_number():
+    pipe = pipeline(weigh=lambda target: torch.tensor(float(len(target))))
+    model = network()
+    found = pipe.evaluate(batches(1))
+    (x, y), *_ = batches(1)
+    assert type(found) is float and type(pipe.metrics["error"]) is float
+    assert found == pytest.approx(plain(model(x), y).item(), rel=1e-12)
+
+
 def in_processes(_):
     records, pipe = [], pipeline()
     losses = pipe.fit(batches(3), callbacks=[records.append], held_out=batches(1), evaluate_every=3)

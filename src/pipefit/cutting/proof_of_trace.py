@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,12 @@ def prove_trace(shell: Traced, model: nn.Module, batches: Sequence[Any]) -> str 
         example, other = batches
         why = pair.outputs(example) or pair.gradients(other) or pair.in_flight(batches)
         if why is None and any(mode != shell.training and traces for (mode, *_), traces in shell.traces.items()):
-            with pair.other_mode():
+            own = shell.training
+            shell.train(not own)
+            try:
                 why = pair.outputs(other)
+            finally:
+                shell.train(own)
         return why
 
 
@@ -55,10 +59,15 @@ class _Pair:
             self._restore()
 
     def whole(self, batch: Any) -> Any:
-        """The output of the whole model, which may write into its batch."""
+        """The output of the whole model in the mode of the layers; it may write into its batch."""
         args, kwargs = self.shell.arguments(own_copy(batch))
-        self.begin()
-        return self.shell.result(self.model(*args, **kwargs))
+        mode: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.shell.training != self.model.training:
+            # Not around the layers, which nobody tells the mode either: a module may change its weights with it.
+            mode = in_mode(self.shell.training, self.model)
+        with mode:
+            self.begin()
+            return self.shell.result(self.model(*args, **kwargs))
 
     def outputs(self, batch: Any) -> str | None:
         """Names the first difference of an output or a buffer; None: there is none."""
@@ -105,17 +114,6 @@ class _Pair:
         except RuntimeError as problem:
             return f"its backward fails after the forward of another micro-batch: {problem}"
         return None
-
-    @contextlib.contextmanager
-    def other_mode(self) -> Iterator[None]:
-        """The context with both in the mode that is not the model's own."""
-        own = self.shell.training
-        self.shell.train(not own)
-        try:
-            with in_mode(not own, self.model):
-                yield
-        finally:
-            self.shell.train(own)
 
     @property
     def _mode(self) -> str:

@@ -19,9 +19,9 @@ from pipefit.runtime.collectives import broadcast, exchange
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.microbatches import MicroBatch
 from pipefit.runtime.progress import TOKEN
+from pipefit.runtime.worker import evaluating
 from pipefit.schedules.forward import forward_only
 from pipefit.stage.split import NamedLayer
-from pipefit.stage.stage import in_mode
 
 _USUAL = {
     "num_beams": 1,
@@ -115,8 +115,7 @@ def generate(
     options = {**_USUAL, **options}
     if getattr(model.config, "output_router_logits", False):
         options["output_router_logits"] = False
-    # Ranks of one process have copies where they share weights.
-    with in_mode(False, *(layers[0].shell.model for layers in _stages(engine))):
+    with evaluating(engine.workers):
         return model.generate(ids.long().cpu(), attention_mask=mask, custom_generate=loop, **options)
 
 

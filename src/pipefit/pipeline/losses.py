@@ -183,14 +183,10 @@ def evaluate(
         for batch in _compared(engine, batches):
             x, y = pair_of(batch)
             engine.check(x)
-            samples = samples_of(y)
-            if samples is None:
-                samples = 1
-            num = max(min(header.num_microbatches, samples), 1)
+            count: float = samples_of(y) or 1
+            num = min(header.num_microbatches, int(count))
             if weigh:
-                count = weigh(y)
-            else:
-                count = samples
+                count = float(weigh(y))
             feed = feed_of((x, y), num, 0, "eval", weigh)
             runs = engine.run(forward_only(header, num), feed, measure)
             sums = PendingLosses(engine, runs, num, 1, sum(value for run in runs for value in run.metrics))
@@ -199,7 +195,7 @@ def evaluate(
             metrics.update({name: value * count for name, value in sums.metrics[0].items()})
             total += count
     if not total:
-        raise DataError("there is no data to evaluate: the iterable of batches is empty")
+        raise DataError("there is no data to evaluate: the batches are empty, or an iterator that was read before")
     return Evaluation(loss / total, measured / total, {name: value / total for name, value in metrics.items()})
 
 

@@ -29,7 +29,7 @@ from pipefit.stage.payload import Structure
 from pipefit.stage.precision import LossScale
 from pipefit.stage.record_layout import is_absent
 from pipefit.stage.split import NamedLayer
-from pipefit.stage.stage import Stage
+from pipefit.stage.stage import Stage, restoring_modes
 from pipefit.stage.ties import shared_parameters
 from pipefit.stage.training import Owned, Tie, Training
 
@@ -333,16 +333,10 @@ def follow_model(workers: Iterable[Worker], model: Sequence[NamedLayer]) -> None
 def evaluating(workers: Sequence[Worker]) -> Iterator[None]:
     """The context in evaluation mode; each module's own mode, such as that of a frozen norm, is restored afterwards."""
     stages = [stage for worker in workers for stage in worker.stages.values()]
-    modes = [(part, part.training) for stage in stages for part in stage.with_modes()]
-    try:
+    with restoring_modes([part for stage in stages for part in stage.with_modes()]):
         for stage in stages:
             stage.train(False)
         yield
-    finally:
-        for stage in stages:
-            stage.train(True)
-        for part, mode in modes:
-            part.training = mode
 
 
 def _names_of(layers: Sequence[NamedLayer], among: Container[int]) -> set[str]:

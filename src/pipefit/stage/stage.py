@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,14 +52,28 @@ def replaced_forwards(forwards: Forwards) -> Iterator[None]:
 @contextlib.contextmanager
 def in_mode(training: bool, *roots: nn.Module) -> Iterator[None]:
     """The context with all modules in training or evaluation mode; each one's own mode is restored afterwards."""
-    modes = [(module, module.training) for root in roots for module in root.modules()]
-    try:
+    with restoring_modes([module for root in roots for module in root.modules()]):
         for root in roots:
             root.train(training)
         yield
+
+
+@contextlib.contextmanager
+def restoring_modes(parts: Iterable[Any]) -> Iterator[None]:
+    """The context after which each part has its own mode again.
+
+    By `train`, because a module may change its weights with its mode, as adapters that are merged for evaluation do.
+
+    Args:
+        parts: modules and the like; each comes before those inside it.
+    """
+    modes = [(part, part.training) for part in parts]
+    try:
+        yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for part, mode in modes:
+            if part.training != mode:
+                part.train(mode)
 
 
 class Stage:
@@ -172,8 +186,8 @@ class Stage:
             layer.module.train(mode)
 
     def with_modes(self) -> list[Any]:
-        """Everything of its layers that has a training or evaluation mode of its own."""
-        found: list[Any] = []
+        """The stage and everything of its layers that has a training or evaluation mode of its own."""
+        found: list[Any] = [self]
         for layer in self.layers:
             found += layer.module.modules()
             if self.is_cut:
