@@ -111,8 +111,8 @@ def split_of(trainer: Any, batch: Batch, request: Request, trains: bool) -> Spli
         return Split(1, rule, labels, size)
     if asked is not None and (asked % steps or (asked > steps and rule == UNKNOWN)):
         raise PlanError(
-            f"{asked} micro-batches per update: expected a multiple of gradient_accumulation_steps={steps}, and {steps} "
-            "for batch norms and for a loss that is neither sum nor mean over samples, whose batches cannot be split"
+            f"{asked} micro-batches per update: expected a multiple of gradient_accumulation_steps={steps}, and for a "
+            f"loss that is neither sum nor mean over samples, or batch norms, {steps}, because batches cannot be split"
         )
     parts = 1
     if rule != UNKNOWN:
@@ -125,22 +125,20 @@ def _rule(trainer: Any, batch: Batch) -> str:
     model = trainer.model
     if not isinstance(batch.get("labels"), Tensor):
         return UNKNOWN
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return UNKNOWN
     if any(isinstance(module, _BatchNorm) for module in model.modules()):
         return UNKNOWN
-    few = _tried(batch, getattr(getattr(model, "config", None), "num_labels", 2))
-    items = trainer._get_num_items_in_batch([few], CPU)
     was_training = model.training
     model.eval()
     losses = []
     try:
+        few = _tried(batch, getattr(getattr(model, "config", None), "num_labels", 2))
+        items = trainer._get_num_items_in_batch([few], CPU)
+        parts = cut(few, num_samples(few))
         with torch.no_grad(), torch.random.fork_rng():
-            parts = cut(few, num_samples(few))
             for part in (few, *parts):
                 losses.append(float(trainer.compute_loss(model, dict(part), num_items_in_batch=items)))
     except Exception:
-        # A loss that ignores another label than -100, say. An error of its own comes again in the first pass.
+        # Such as a loss that ignores another label than -100. An error of the user's comes again in the first pass.
         return UNKNOWN
     finally:
         model.train(was_training)
@@ -161,7 +159,6 @@ def _tried(batch: Batch, num_classes: int) -> Arguments:
     """Some samples of a batch, with labels by which the rules differ."""
     labels = batch["labels"]
     are_classes = not labels.is_floating_point()
-    size = num_samples(batch)
     number = _TRIED
     if are_classes:
         num_classes = max(num_classes, int(labels.max()) + 1)
@@ -169,15 +166,18 @@ def _tried(batch: Batch, num_classes: int) -> Arguments:
         number = max(_TRIED, min(num_classes, _MOST_TRIED))
 
     def some(tensor: Tensor) -> Tensor:
-        """Rows of a tensor; those that come again are others, shifted."""
+        """Rows of a tensor; those that come again are shifted, so that all differ."""
+        size = len(tensor)
         return torch.stack([tensor[row % size].roll(row // size) for row in range(number)])
 
     few = pytree.tree_map_only(Tensor, some, {name: value for name, value in batch.items() if name != ITEMS})
     if are_classes:
         # Of many classes, which may have weights.
         labels = few["labels"]
-        labels[:] = torch.arange(labels.numel()).reshape(labels.shape) % num_classes
+        counted = labels.ne(IGNORED)
+        labels[counted] = torch.arange(int(counted.sum())) % num_classes
         if labels.dim() > 1:
             # And a sample with one label, so that means over labels and over samples differ.
-            labels[1].view(-1)[1:] = IGNORED
+            second = labels[1].view(-1)
+            second[second.ne(IGNORED).nonzero()[1:]] = IGNORED
     return few

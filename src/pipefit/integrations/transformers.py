@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from pipefit.cutting import Cut, cut
 from pipefit.cutting.own import is_transformers, without_adapters
@@ -28,7 +28,7 @@ from pipefit.integrations.trainer_passes import forward, train
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.pipeline.request import given_plan
 from pipefit.runtime.collectives import meet
-from pipefit.runtime.session import current
+from pipefit.runtime.session import Session, current
 from pipefit.schedules import find
 from pipefit.spec import Plan
 from pipefit.spec.options import AUTO, Request, Updates
@@ -89,6 +89,20 @@ class _Loss:
         return self._trainer._loss(output, target)
 
 
+class _Agreement(TrainerCallback):
+    """The last of the callbacks: those of rank 0 decide also between the batches of an update."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        _agree_on(control, self._session)
+
+
+def _agree_on(control: Any, session: Session) -> None:
+    vars(control).update(from_rank(session, vars(control)))
+
+
 class PipelineTrainer(Trainer):
     """A `transformers.Trainer` whose model runs over a pipeline of processes.
 
@@ -125,6 +139,7 @@ class PipelineTrainer(Trainer):
         as_one_replica(args, self.session)
         self._request = _request_of(pipeline)
         self._pipe: Pipeline | None = None
+        self._piped: Any = None
         self._trains = False
         self._optimizers: Any = None
         self._batches: list[Any] = []
@@ -151,6 +166,8 @@ class PipelineTrainer(Trainer):
         """Trains as `Trainer.train` does; afterwards every process has the whole model, on the CPU."""
         self._close()
         self._batches = []
+        self.remove_callback(_Agreement)
+        self.add_callback(_Agreement(self.session))
         found = super().train(*positional, **options)
         self._close()
         return found
@@ -192,12 +209,9 @@ class PipelineTrainer(Trainer):
 
     def _maybe_log_save_evaluate(self, *positional: Any, **options: Any) -> None:
         """Logs, evaluates and saves; callbacks of rank 0 decide on what, and on the end."""
-        self._agree_on_control()
+        _agree_on(self.control, self.session)
         super()._maybe_log_save_evaluate(*positional, **options)
-        self._agree_on_control()
-
-    def _agree_on_control(self) -> None:
-        vars(self.control).update(from_rank(self.session, vars(self.control)))
+        _agree_on(self.control, self.session)
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """The loss, outputs and labels of rank 0's batch, on every rank."""
