@@ -10,7 +10,14 @@ from safetensors.torch import load_file
 from tests.integrations.trainer_jobs import QUIET
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import BertConfig, BertForQuestionAnswering, BertForSequenceClassification, Trainer, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import pipefit as pf
 from pipefit.integrations.transformers import PipelineTrainer
@@ -217,6 +224,19 @@ def states_of_wide_weights(kind: Any, folder: Path) -> Any:
     return numbers(trainer)
 
 
+def a_checkpoint_before_the_first_update(kind: Any, folder: Path) -> Any:
+    class EndFirst(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_epoch_stop |= state.global_step == 0 and state.epoch == 0
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            state.epoch = 1.0
+
+    settings = {"gradient_accumulation_steps": 2, "save_strategy": "epoch", "num_train_epochs": 4, "max_steps": -1}
+    trainer = made(kind, folder, options={"callbacks": [EndFirst()]}, **settings)
+    return trained(trainer)
+
+
 CASES = [
     class_weights,
     batch_norms,
@@ -233,6 +253,7 @@ CASES = [
     data_that_ends_within_an_update,
     a_checkpoint_of_any_module,
     states_of_wide_weights,
+    a_checkpoint_before_the_first_update,
 ]
 
 

@@ -326,6 +326,7 @@ class PipelineTrainer(Trainer):
         if self._pipe is not None:
             if self._trains:
                 self._optimizers.take_states(self._pipe, from_every_rank=False)
+            self._trains = False
             self._pipe.close()
             self._pipe = None
             self._piped.to("cpu")
@@ -351,9 +352,11 @@ class PipelineTrainer(Trainer):
             torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self._optimizers.take_states(self._pipe, from_every_rank=True)
+        if self._trains:
+            self._optimizers.take_states(self._pipe, from_every_rank=True)
         super()._save_optimizer_and_scheduler(output_dir)
-        self._optimizers.whole.state.clear()
+        if self._trains:
+            self._optimizers.whole.state.clear()
 
     def _save_rng_state(self, output_dir: str) -> None:
         if self.args.should_save:
