@@ -94,3 +94,7 @@ def test_the_folder_of_adapters_opens_in_peft(place: Path, folders: list[dict[st
 
 def test_all_processes_are_one_replica_and_rank_0_writes_and_prints(folders: list[dict[str, Any]]) -> None:
     assert [of_rank["world"] for of_rank in folders] == [(1, True, True), (1, False, False)]
+
+
+def test_a_callback_of_rank_0_ends_the_training_within_an_update(place: Path) -> None:
+    assert launch(jobs.stopped_within, 2, str(place), threads=1, quiet=True) == [2, 2]

@@ -82,6 +82,22 @@ def on_gpus(place: str) -> dict[str, History]:
     return found
 
 
+class StopWithin(TrainerCallback):
+    """Ends the training within the third update, if all processes follow rank 0."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= state.is_world_process_zero and state.global_step == 2
+
+
+def stopped_within(place: str) -> int:
+    """The last step of a training that a callback ends within an update."""
+    current()
+    trainer = made("causal_lm", PipelineTrainer, Path(place) / "within")
+    trainer.add_callback(StopWithin)
+    trainer.train()
+    return int(trainer.state.global_step)
+
+
 def stopped(kind: Any, folder: Path) -> Any:
     """A trainer that has stopped in its first epoch, with a checkpoint."""
     trainer = made("causal_lm", kind, folder)

@@ -48,6 +48,7 @@ class StageOptimizers:
             )
         # Of each weight: its place in the whole optimizer under all its names, and by this place its group.
         self._places: dict[str, int] = {}
+        self._left_out: set[str] = set()
         self._groups: list[int] = []
         known = {}
         for number, group in enumerate(whole.param_groups):
@@ -57,11 +58,13 @@ class StageOptimizers:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if id(parameter) in known:
                 self._places[name] = known[id(parameter)]
+            else:
+                self._left_out.add(name)
         states = whole.state_dict()["state"]
         whole.state.clear()
         self._stand_ins: list[nn.Parameter] = []
         for group in whole.param_groups:
-            group["params"] = [nn.Parameter(torch.empty(0)) for _ in group["params"]]
+            group["params"] = [nn.Parameter(torch.empty(0, dtype=weight.dtype)) for weight in group["params"]]
             self._stand_ins += group["params"]
         self._keep(states)
 
@@ -75,9 +78,11 @@ class StageOptimizers:
         for number in range(len(self.whole.param_groups)):
             groups.append({**self._settings(number), "params": []})
         for name, parameter in named:
-            place = self._places.get(name, 0)
-            groups[self._groups[place]]["params"].append(parameter)
-        return self._kind([group for group in groups if group["params"]], **self._options)
+            if name not in self._left_out:
+                place = self._places.get(name, 0)
+                groups[self._groups[place]]["params"].append(parameter)
+        # A stage of which the optimizer has no weight has a group without any.
+        return self._kind([group for group in groups if group["params"]] or groups[:1], **self._options)
 
     def _settings(self, number: int) -> dict[str, Any]:
         group = self.whole.param_groups[number]

@@ -6,17 +6,19 @@ import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.utils.generic import ModelOutput
 
 from pipefit.cutting import Cut, cut
-from pipefit.cutting.own import without_adapters
+from pipefit.cutting.own import is_transformers, without_adapters
 from pipefit.errors import PipefitError, PlanError
 from pipefit.integrations.one_replica import as_one_replica, from_rank
 from pipefit.integrations.split_losses import ITEMS, Arguments, Batch, for_each_sample, split_of
@@ -26,7 +28,7 @@ from pipefit.integrations.trainer_passes import forward, train
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.pipeline.request import given_plan
 from pipefit.runtime.collectives import meet
-from pipefit.runtime.session import current
+from pipefit.runtime.session import Session, current
 from pipefit.schedules import find
 from pipefit.spec import Plan
 from pipefit.spec.options import AUTO, Request, Updates
@@ -52,7 +54,7 @@ class _Model(nn.Module):
     """A stand-in that the Trainer calls in place of the model; a function gives its outputs.
 
     Args:
-        model: gives the stand-in its parameters, and the name of its class.
+        model: gives the stand-in its parameters, the name of its class, and all else that it is asked for.
         function: from the arguments of a call, by name, to the outputs.
     """
 
@@ -63,6 +65,9 @@ class _Model(nn.Module):
 
     def _get_name(self) -> str:
         return type(without_adapters(self._model[0])).__name__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model[0], name)
 
     def parameters(self, recurse: bool = True) -> Any:
         return self._model[0].parameters(recurse)
@@ -82,6 +87,20 @@ class _Loss:
 
     def __call__(self, output: Any, target: Any) -> Any:
         return self._trainer._loss(output, target)
+
+
+class _Agreement(TrainerCallback):
+    """The last of the callbacks: those of rank 0 decide also between the batches of an update."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        _agree_on(control, self._session)
+
+
+def _agree_on(control: Any, session: Session) -> None:
+    vars(control).update(from_rank(session, vars(control)))
 
 
 class PipelineTrainer(Trainer):
@@ -119,8 +138,9 @@ class PipelineTrainer(Trainer):
         self.session = current()
         as_one_replica(args, self.session)
         self._request = _request_of(pipeline)
-        self._cut: Cut | None = None
         self._pipe: Pipeline | None = None
+        self._piped: Any = None
+        self._trains = False
         self._optimizers: Any = None
         self._batches: list[Any] = []
         self._norm: Tensor | None = None
@@ -144,6 +164,10 @@ class PipelineTrainer(Trainer):
 
     def train(self, *positional: Any, **options: Any) -> Any:
         """Trains as `Trainer.train` does; afterwards every process has the whole model, on the CPU."""
+        self._close()
+        self._batches = []
+        self.remove_callback(_Agreement)
+        self.add_callback(_Agreement(self.session))
         found = super().train(*positional, **options)
         self._close()
         return found
@@ -154,18 +178,26 @@ class PipelineTrainer(Trainer):
         if self.session.rank == 0:
             found, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = from_rank(self.session, found)
-        self._batches = []
         return batches, self._get_num_items_in_batch(batches, device)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Keeps a batch; with the last one of an update runs the update, and returns its whole loss."""
         target = for_each_sample({**inputs, ITEMS: num_items_in_batch})
-        self._batches.append((self._arguments(inputs, num_items_in_batch), target))
+        is_scaled = self.loss_is_scaled_for_ga
+        if is_scaled is None:
+            is_accepted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            is_scaled = is_accepted or self.compute_loss_func is not None
+        share = 1.0
+        if not is_scaled:
+            share /= self.current_gradient_accumulation_steps
+        self._batches.append((self._arguments(inputs, num_items_in_batch), target, share))
         loss = 0.0
-        if len(self._batches) == self.current_gradient_accumulation_steps:
-            pipe = self._opened(*self._batches[0])
+        if self.accelerator.sync_gradients:
+            x, y, _ = self._batches[0]
+            pipe = self._opened(x, y, trains=True)
             self._optimizers.give_settings(pipe)
             loss, self._norm = train(pipe, self._split, self._batches)
+            self._batches = []
             self.control.should_training_stop |= self.session.stop.agreed
         return torch.tensor(loss, device=self.args.device)
 
@@ -177,12 +209,9 @@ class PipelineTrainer(Trainer):
 
     def _maybe_log_save_evaluate(self, *positional: Any, **options: Any) -> None:
         """Logs, evaluates and saves; callbacks of rank 0 decide on what, and on the end."""
-        self._agree_on_control()
+        _agree_on(self.control, self.session)
         super()._maybe_log_save_evaluate(*positional, **options)
-        self._agree_on_control()
-
-    def _agree_on_control(self) -> None:
-        vars(self.control).update(from_rank(self.session, vars(self.control)))
+        _agree_on(self.control, self.session)
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """The loss, outputs and labels of rank 0's batch, on every rank."""
@@ -227,43 +256,43 @@ class PipelineTrainer(Trainer):
         if items is not None:
             items = items[0]
         # The Trainer multiplies the loss in place, which torch refuses for the output of a stage itself.
-        given = dict(output)
-        if "loss" in given:
-            given["loss"] = given["loss"].clone()
-        loss: Any = self.compute_loss(_Model(self.model, lambda _: given), inputs, num_items_in_batch=items)
-        is_scaled = self.loss_is_scaled_for_ga
-        if is_scaled is None:
-            is_scaled = self.compute_loss_func is not None or (self.model_accepts_loss_kwargs and items is not None)
-        if is_scaled:
-            return loss
-        return loss / self.current_gradient_accumulation_steps
+        given = self._as_given(pytree.tree_map_only(Tensor, lambda one: one if one.dim() else one.clone(), output))
+        return self.compute_loss(_Model(self.model, lambda _: given), inputs, num_items_in_batch=items)
 
-    def _outputs(self, arguments: Batch) -> dict[str, Tensor]:
+    def _outputs(self, arguments: Batch) -> Any:
         """The outputs of the model for a batch, in evaluation mode, on every rank."""
         batch = for_each_sample(arguments)
-        found = forward(self._opened(batch, batch), self._split, batch, self._only)
-        return {name: value.to(self.args.device) for name, value in found.items()}
+        has_loss = self.can_return_loss or not batch.keys().isdisjoint(["labels", *self.label_names])
+        pipe = self._opened(batch, batch, trains=False)
+        found = forward(pipe, self._split, batch, has_loss, self._only)
+        return self._as_given(pytree.tree_map_only(Tensor, lambda one: one.to(self.args.device), found))
+
+    def _as_given(self, output: Any) -> Any:
+        """Outputs as the model gives them: those of transformers have names, numbers and attributes."""
+        if is_transformers(self.model):
+            return ModelOutput(output)
+        return output
 
     # ---- the pipeline -----------------------------------------------------------------------------------------------
 
-    def _opened(self, x: Batch, y: Batch) -> Pipeline:
-        """The pipeline over the model; made with the first batch, the inputs of the model and of the loss."""
-        if self._optimizers is not None and self._optimizers.model is not self.model:
-            self._close()  # `model_init` has made another one
-            self._optimizers = self._cut = None
-        if self._pipe is not None:
+    def _opened(self, x: Batch, y: Batch, trains: bool) -> Pipeline:
+        """The pipeline over the model; made with the first batch, the inputs of the model and of the loss.
+
+        One that was made for an evaluation has no optimizer. The training makes another one.
+        """
+        if self._pipe is not None and self._piped is self.model and (self._trains or not trains):
             return self._pipe
-        if self.optimizer is None:
-            self.create_optimizer()
-        if self._optimizers is None:
+        self._close()
+        optimizer: Any = partial(torch.optim.SGD, lr=0.0)
+        if trains:
             whole = getattr(self.optimizer, "optimizer", self.optimizer)
-            self._optimizers = StageOptimizers(self.model, whole, self.optimizer_cls_and_kwargs)
+            if self._optimizers is None or self._optimizers.whole is not whole:
+                self._optimizers = StageOptimizers(self.model, whole, self.optimizer_cls_and_kwargs)
+            optimizer = self._optimizers.of_stage
         x, y = pytree.tree_map_only(Tensor, Tensor.cpu, (x, y))  # where the model is
-        self._split = split_of(self, y, self._request)
+        self._split = split_of(self, y, self._request, trains)
         first = self._split.feed(x, y, 0, "train")[0]
-        if self._cut is None:
-            self.model.train()
-            self._cut = cut(self.model, first.input)
+        self.model.train()
         request = self._request
         parallelism = request.parallelism
         if parallelism.device is None:
@@ -272,12 +301,12 @@ class PipelineTrainer(Trainer):
         if AUTO in (request.stages, request.schedule):
             example = first.input, first.target
         self._pipe = Pipeline(
-            self._cut,
+            cut(self.model, first.input),
             loss=_Loss(self),
-            optimizer=self._optimizers.of_stage,
+            optimizer=optimizer,
             stages=request.stages,
             schedule=request.schedule,
-            microbatches=self._split.parts * self.args.gradient_accumulation_steps,
+            microbatches=self._split.size,
             plan=request.plan,
             example=example,
             parallelism=parallelism,
@@ -286,16 +315,21 @@ class PipelineTrainer(Trainer):
         )
         self._pipe.state.num_updates = self.state.global_step
         self._pipe.state.ordinal = self.state.global_step * self._pipe.plan.num_microbatches
-        self._optimizers.give_states(self._pipe)
+        self._piped = self.model
+        self._trains = trains
+        if trains:
+            self._optimizers.give_states(self._pipe)
         return self._pipe
 
     def _close(self) -> None:
         """Gives the whole model back to every process, on the CPU; each keeps the states of its stages."""
         if self._pipe is not None:
-            self._optimizers.take_states(self._pipe, from_every_rank=False)
+            if self._trains:
+                self._optimizers.take_states(self._pipe, from_every_rank=False)
+            self._trains = False
             self._pipe.close()
             self._pipe = None
-            self._optimizers.model.to("cpu")
+            self._piped.to("cpu")
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -306,6 +340,10 @@ class PipelineTrainer(Trainer):
             super()._save(str(folder), state_dict)
             meet(self.session)
             return
+        if not is_transformers(self.model):
+            super()._save(str(folder), self._pipe.state_dict())
+            meet(self.session)
+            return
         self._pipe.save_pretrained(folder)
         if self.args.should_save:
             processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -314,9 +352,11 @@ class PipelineTrainer(Trainer):
             torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self._optimizers.take_states(self._pipe, from_every_rank=True)
+        if self._trains:
+            self._optimizers.take_states(self._pipe, from_every_rank=True)
         super()._save_optimizer_and_scheduler(output_dir)
-        self._optimizers.whole.state.clear()
+        if self._trains:
+            self._optimizers.whole.state.clear()
 
     def _save_rng_state(self, output_dir: str) -> None:
         if self.args.should_save:
