@@ -17,12 +17,14 @@ from torch.utils import _pytree as pytree
 
 from pipefit.cutting.cut_model import Cut
 from pipefit.cutting.differences import worst_difference
+from pipefit.cutting.own import IGNORED, random_batch
 from pipefit.cutting.proof import seed
 from pipefit.cutting.states import States, kept_outside, own_copy, with_loss
 from pipefit.errors import ModelError
 from pipefit.runtime.microbatches import Weigh, feed_of, largest_part
 from pipefit.runtime.session import current
 from pipefit.stage.device import random_state_kept
+from pipefit.stage.materialise import lent_weights
 from pipefit.stage.training import Loss
 
 _log = logging.getLogger("pipefit.cut")
@@ -32,6 +34,15 @@ _NO_MEAN = (
     "train by their mean: return a mean over samples, or give Updates(weigh=…), from a micro-batch's target to its "
     "weight, such as the number of tokens that count"
 )
+
+_NO_OWN_MEAN = (
+    "the loss of %s for some samples is %.6g, but the mean of those of each sample, by their weights, is %.6g; several "
+    "micro-batches train by their mean: train with microbatches=1, or give a loss=… that is a mean, and "
+    "Updates(weigh=…), from a micro-batch's target to its weight"
+)
+
+_SAMPLES = 4
+"""Samples of which a model's own loss is tried."""
 
 
 def refuse_aside(model: Any, loss: Loss, example: tuple[Any, Any], weigh: Weigh | None) -> None:
@@ -71,6 +82,46 @@ def refuse_aside(model: Any, loss: Loss, example: tuple[Any, Any], weigh: Weigh 
             "block or a list: layers run in other processes and for other micro-batches; return the value as part of "
             "the output"
         )
+
+
+def warn_of_own_loss(whole: Cut, weigh: Weigh | None, batch: Any) -> None:
+    """Warns where a model's own loss is not the mean of those of the samples of a batch, by their weights.
+
+    Args:
+        whole: a model that was cut.
+        weigh: from a part of a batch to its weight; None: its number of samples.
+        batch: with labels, of which some samples are tried; None: a random one. An error is left to the run.
+    """
+    model = whole.model
+    found = []
+    with (
+        contextlib.suppress(Exception),
+        kept_outside(model),
+        States(model).apart(),
+        lent_weights(model),
+        torch.no_grad(),
+    ):
+        for module in model.modules():
+            # Not by eval(), with which a module may change its weights.
+            module.training = False
+        few = _of_unequal_labels(batch or random_batch(model, _SAMPLES), getattr(weigh, "ignored", IGNORED))
+        parts = feed_of((few, few), len(few["labels"]), 0, "eval", weigh)
+        for given in (few, *(part.input for part in parts)):
+            args, kwargs = whole.shell.arguments(given)
+            output = whole.shell.result(model(*args, **kwargs))
+            found.append(float(output["loss"]))
+        mean = sum(part.share * loss for part, loss in zip(parts, found[1:], strict=True) if part.share)
+        if math.isfinite(found[0]) and abs(found[0] - mean) > 1e-3 * abs(found[0]):
+            _log.warning(_NO_OWN_MEAN, type(model).__name__, found[0], mean)
+
+
+def _of_unequal_labels(batch: Any, ignored: int) -> dict[str, Any]:
+    """Some samples of a batch, of which the second has two labels, so that means over labels and samples differ."""
+    few: dict[str, Any] = pytree.tree_map_only(Tensor, lambda tensor: tensor[:_SAMPLES].clone(), dict(batch))
+    labels = few["labels"]
+    if labels.dim() > 1 and not labels.is_floating_point():
+        labels[1].view(-1)[2:] = ignored
+    return few
 
 
 _CHECKED = 8

@@ -109,31 +109,42 @@ def result(output: Any) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Labels:
-    """Weight of a batch in the mean: its labels that are not -100, or its samples where labels are numbers.
+    """Weight of a batch in the mean: its labels that count, or its samples where labels are numbers.
 
     Attributes:
         shifted: each place predicts the next one, so the first label of a sequence is never predicted.
+        ignored: the label that does not count.
+        by_samples: the loss is a mean over samples, or over all places of pictures of one size.
     """
 
     shifted: bool
+    ignored: int = IGNORED
+    by_samples: bool = False
 
     @classmethod
     def of(cls, model: nn.Module) -> Labels:
         """The weights that suit the model's own loss."""
         model = without_adapters(model)
+        name = type(model).__name__
         config = getattr(model, "config", None)
+        if name.endswith("ForCTC"):
+            return cls(shifted=False, by_samples=True)
+        if name.endswith("ForSemanticSegmentation"):
+            usual = getattr(config, "loss_ignore_index", IGNORED)
+            ignored = getattr(config, "semantic_loss_ignore_index", usual)
+            return cls(shifted=False, ignored=ignored, by_samples=getattr(config, "num_labels", 2) == 1)
         loss = getattr(getattr(model, "loss_function", None), "__name__", "")
         decodes = not getattr(config, "is_encoder_decoder", False)
-        return cls(loss == "ForCausalLMLoss" and decodes and "Masked" not in type(model).__name__)
+        return cls(loss == "ForCausalLMLoss" and decodes and "Masked" not in name)
 
     def __call__(self, batch: Tensors) -> float:
         """The weight of a micro-batch in the mean of its batch."""
         labels = _labels(batch)
-        if labels.is_floating_point():
+        if self.by_samples or labels.is_floating_point():
             return float(len(labels))
         if self.shifted and labels.dim() > 1:
             labels = labels[..., 1:]
-        return float(labels.ne(IGNORED).sum())
+        return float(labels.ne(self.ignored).sum())
 
 
 def _labels(batch: Tensors) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipefit.cutting import FirstLoss, as_layers, refuse_aside
+from pipefit.cutting import FirstLoss, as_layers, refuse_aside, warn_of_own_loss
 from pipefit.errors import ModelError
 from pipefit.parallel import Mesh
 from pipefit.profiling.workload import Workload
@@ -72,7 +72,8 @@ class GivenModel:
             example = pair_of(example)
         made = as_layers(model, example)
         weigh = updates.weigh
-        if weigh is None and loss is None:
+        is_own = loss is None
+        if weigh is None and is_own:
             weigh = made.weigh
         loss = loss or made.loss
         if loss is None:
@@ -85,6 +86,8 @@ class GivenModel:
             _log.warning("%s is in evaluation mode, and trains so: call train() on it before", type(model).__name__)
         if example is not None and loss is not made.loss and not is_meta(layers):
             refuse_aside(made.whole or [layer.module for layer in layers], loss, example, weigh)
+        if is_own and made.whole is not None and current().rank == 0 and not current().is_rehearsal:
+            warn_of_own_loss(made.whole, weigh, example and example[0])
         maker = OptimizerMaker(optimizer, layers, updates.no_decay)
         check_scheduler(updates.scheduler)
         if current().is_rehearsal:
