@@ -95,6 +95,25 @@ def test_an_own_loss_that_is_a_sum_is_said(caplog):
     assert "the loss of Wav2Vec2ForCTC for some samples is" in caplog.text
 
 
+def total(logits, labels, vocab_size, **_):
+    return nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1), reduction="sum")
+
+
+@pytest.mark.parametrize("has_example", [False, True])
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_sum_is_said_without_an_example_and_before_weights_are_read(has_example, is_folder, tmp_path, caplog):
+    model, batch = words()
+    whole = model
+    if is_folder:
+        model.save_pretrained(tmp_path)
+        model = pf.pretrained(tmp_path)
+        whole = model.model
+    whole.loss_function = total
+    example = batch if has_example else None
+    pf.Pipeline(model, optimizer=torch.optim.SGD, stages=2, microbatches=4, example=example)
+    assert "the loss of LlamaForCausalLM for some samples is" in caplog.text
+
+
 @pytest.mark.parametrize("has_example", [False, True])
 def test_nothing_is_said_of_a_mean_and_the_model_stays_as_it_was(has_example, caplog):
     model, batch = words()

@@ -78,7 +78,7 @@ class Adapted(nn.Module):
 
 
 def freeze_one(model: nn.Module) -> None:
-    model.blocks[1].eval()  # type: ignore[index]
+    model.get_submodule("blocks.1").eval()
 
 
 def freeze_all(model: nn.Module) -> None:
